@@ -1,0 +1,139 @@
+"""The configuration files of sidecar, router and engine: strict structs, since operator and `pdctl` write them.
+
+A file is JSON of one of these structs; unknown keys are refused by name. Secrets are never in a
+file: `keys_folder` is a path to a folder with one file per key id.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.ids import Role
+from pdcluster_protocol.limits import Timeouts
+from pdcluster_protocol.topology import Parallelism
+
+ENGINE_HTTP_PORT = 30000
+SIDECAR_HTTP_PORT = 8998
+CONTROL_PORT = 9000
+ROUTER_HTTP_PORT = 8000
+
+Interop = Literal["Refuse", "Allow"]
+Checksum = Literal["Off", "Sampled", "Full"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One engine process: one real DP rank with its own model, page pool and HTTP port."""
+
+    cluster: str
+    instance: str
+    """The replica's name, for instance `local-prefill-0`."""
+    role: Role
+    host: str
+    """The pod's address; the transport and the HTTP server bind to it."""
+    http_port: int = ENGINE_HTTP_PORT
+    """Already the port of this rank: base + dp_rank."""
+    link_path: str
+    """The unix socket on which the sidecar listens."""
+    keys_folder: str
+    interop: Interop = "Refuse"
+    model_source: str
+    """`builtin://tiny-glm`, `builtin://tiny-llama` or `file:///folder`."""
+    served_name: str
+    max_context: int
+    page_size: int = 64
+    dtype: str = "auto"
+    mode: Literal["exact", "batched"] = "batched"
+    chunk: int = 256
+    """Prompt tokens per forward; part of the fingerprint."""
+    pages: int = 0
+    """Pages of the pool; 0: four times `max_context`, at most an eighth of the memory."""
+    sequences: int = 16
+    """Running decode sequences at most."""
+    parallel: Parallelism = Parallelism()
+    dp_rank: int = 0
+    transport: Literal["mooncake", "local"] = "mooncake"
+    transport_protocol: Literal["tcp", "rdma"] = "tcp"
+    transport_port_min: int = 15000
+    transport_port_max: int = 15031
+    checksum: Checksum = "Full"
+    allocation: Literal["Early", "PrefillComplete"] = "Early"
+    timeouts: Timeouts = Timeouts()
+    fingerprint: str = ""
+    """The plan's digest of all that shapes bytes and tokens; only equal ones pair."""
+    scatter_seed: int | None = None
+    """Tests: hand out scattered pages instead of the longest extents."""
+    threads: int = 1
+    run_folder: str = ""
+    """Locally, where the run's files live."""
+
+
+class SidecarConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One sidecar: registry, control channel, link to the ranks of its pod."""
+
+    cluster: str
+    instance: str
+    role: Role
+    host: str
+    http_port: int = SIDECAR_HTTP_PORT
+    control_port: int = CONTROL_PORT
+    """Base of the ZMQ PULL ports: one per rank at base + control index."""
+    link_path: str
+    keys_folder: str
+    interop: Interop = "Refuse"
+    engine_http_port: int = ENGINE_HTTP_PORT
+    """Base of the engine ports: rank d answers at base + d."""
+    parallel: Parallelism = Parallelism()
+    allocation: Literal["Early", "PrefillComplete"] = "Early"
+    fingerprint: str = ""
+    timeouts: Timeouts = Timeouts()
+    model_folder: str = ""
+    """Unused with engine `native`, which hands its tokenizer over the link."""
+
+
+class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One replica that the router may choose."""
+
+    instance: str
+    role: Role
+    host: str
+    sidecar_port: int = SIDECAR_HTTP_PORT
+    engine_port: int = ENGINE_HTTP_PORT
+    dp: int = 1
+
+
+class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One router process."""
+
+    cluster: str
+    instance: str = "router-0"
+    host: str = "127.0.0.1"
+    port: int = ROUTER_HTTP_PORT
+    admin_port: int = ROUTER_HTTP_PORT + 1
+    keys_folder: str
+    served_name: str
+    max_context: int
+    members: tuple[Member, ...] = ()
+    max_in_flight: int = 256
+    max_queued: int = 1024
+    retries: int = 1
+    policy: Literal["RoundRobin", "LeastLoaded"] = "LeastLoaded"
+    body_bytes_max: int = 16 << 20
+    timeouts: Timeouts = Timeouts()
+
+
+ConfigT = TypeVar("ConfigT", EngineConfig, SidecarConfig, RouterConfig)
+
+
+def decode_config(raw: bytes, kind: type[ConfigT], *, source: str) -> ConfigT:
+    """Decode a configuration file strictly.
+
+    Raises:
+        ConfigError: naming the source, the field and what is wrong with it.
+    """
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{source}: {error}") from error
