@@ -1,0 +1,147 @@
+"""Outputs of the nodes: what to do. Imperative, frozen.
+
+The engine's executor turns each into an action; what comes of it returns as an event. An effect is
+never retried by the executor: deadlines and repetition are the core's.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.messages import NodeMessage
+
+
+class ResolvePeer(msgspec.Struct, frozen=True):
+    """Ask the sidecar who serves this bootstrap address; answered by `PeerResolved`."""
+
+    bootstrap: RankAddress
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send a message to a peer's rank, through the sidecars."""
+
+    to: RankAddress
+    message: NodeMessage
+
+
+class StartPrefill(msgspec.Struct, frozen=True):
+    """Compute the prompt into these pages; write the first token's metadata row into `slot`.
+
+    Answered by `RowsWritten`s and one `PromptComputed`, or by `ComputeStopped`.
+    """
+
+    key: Key
+    pages: tuple[int, ...]
+    slot: int
+
+
+class StartDecode(msgspec.Struct, frozen=True):
+    """The KV of the prompt lies verified in these pages, its first token in metadata slot `slot`.
+
+    Read the row, then produce tokens. Answered by `DecodeFinished` or `ComputeStopped`.
+    """
+
+    key: Key
+    pages: tuple[int, ...]
+    slot: int
+
+
+class StartAlone(msgspec.Struct, frozen=True):
+    """Compute prompt and answer here; answered by `DecodeFinished` or `ComputeStopped`."""
+
+    key: Key
+    pages: tuple[int, ...]
+
+
+class StopCompute(msgspec.Struct, frozen=True):
+    """Stop at the next chunk or token; answered by `ComputeStopped` (also when nothing ran)."""
+
+    key: Key
+
+
+class Write(msgspec.Struct, frozen=True):
+    """Write `nbytes` from our arena to an absolute address at `target`; answered by `OperationDone`
+    with the digest of the source bytes."""
+
+    operation: int
+    target: str
+    source_offset: int
+    destination_address: int
+    nbytes: int
+
+
+class VerifyRun(msgspec.Struct, frozen=True):
+    """Hash these bytes of our arena; answered by `OperationDone`."""
+
+    operation: int
+    offset: int
+    nbytes: int
+
+
+class ReadMetadata(msgspec.Struct, frozen=True):
+    """Read the room field of a metadata slot; answered by `MetadataRead`."""
+
+    key: Key
+    slot: int
+
+
+class ClearMetadata(msgspec.Struct, frozen=True):
+    """Zero the room field of a slot before it is handed out again."""
+
+    slot: int
+
+
+class ConcludeLeg(msgspec.Struct, frozen=True):
+    """The end of one leg as its HTTP side sees it; exactly one per `LegArrived`.
+
+    `reason` None is success: a prefill leg answers; a decode leg has already been answered by the
+    model side.
+    """
+
+    key: Key
+    reason: Reason | None
+    detail: str = ""
+
+
+class Fence(msgspec.Struct, frozen=True):
+    """Destroy the mapping through which writes could land; answered by `TransportLost` and
+    `TransportReady`."""
+
+    cause: str
+    pages: int
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Something that is normal input but worth counting: a stale, doubled or unknown message."""
+
+    what: str
+
+
+class CountBytes(msgspec.Struct, frozen=True):
+    """Bytes whose write was confirmed: KV rows, metadata rows and repeats are counted apart."""
+
+    kind: str
+    """`kv`, `metadata` or `repeat`."""
+    nbytes: int
+
+
+Effect = Union[
+    ResolvePeer,
+    Send,
+    StartPrefill,
+    StartDecode,
+    StartAlone,
+    StopCompute,
+    Write,
+    VerifyRun,
+    ReadMetadata,
+    ClearMetadata,
+    ConcludeLeg,
+    Fence,
+    Count,
+    CountBytes,
+]
