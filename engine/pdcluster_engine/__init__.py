@@ -1,0 +1,1 @@
+"""The native engine: page memory, transports, prefill and decode loops, model, HTTP API."""

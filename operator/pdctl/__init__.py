@@ -1,0 +1,1 @@
+"""The command line: local runs, plans, sizing, and a first prompt."""

@@ -1,0 +1,1 @@
+"""The sidecar: asyncio shells around the protocol core, and the router."""
