@@ -1,0 +1,314 @@
+"""Who may speak: HMAC-SHA256 with the cluster's key over HTTP requests and over control frames.
+
+Every process has a *session*, random per start, and counts what it signs. A receiver keeps, per
+sender's session, the newest counter and a window of the ones behind it, so a message that was
+recorded and is sent again is refused while messages that overtake each other are not. A session
+takes a place in that bounded table only after its MAC was right: without the key nobody fills it.
+
+- HTTP: one header (`HEADER`) of version, key id, session, counter and MAC. The MAC covers method,
+  request target with its query, the digest of the body, session and counter. An answer may be
+  signed too; it is bound to the header of its request, so it needs no counter of its own.
+- Frames: a `Stamp` (key id, sender's and receiver's session, counter) travels inside a frame, and
+  the MAC covers all frames with their lengths. The receiver's session ties a frame to one process
+  start, which leaves nothing to replay after a restart. HTTP has no such tie: what was signed
+  before a server's restart, or for another server of the cluster, is not known to be old there.
+
+Two keys are valid during a rotation: everybody verifies with any key of the ring and signs with the
+greatest key id, so a new key is first handed out everywhere under a smaller id or used last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from pdcluster_protocol.errors import ConfigError, Unauthorized
+
+HEADER: Final = "x-pd-auth"
+KEY_BYTES_MIN: Final = 16
+MAC_BYTES: Final = 32
+COUNTER_MAX: Final = (1 << 63) - 1
+HEADER_LENGTH_MAX: Final = 512
+_VERSION: Final = "1"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_COUNTER: Final = re.compile(r"[0-9]{1,19}")
+_MAC: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class KeyRing:
+    """The keys of one cluster by key id; `current` signs, all verify.
+
+    Raises:
+        ConfigError: no key, a key shorter than 16 bytes, or a key id that does not fit a header.
+    """
+
+    __slots__ = ("_keys", "current")
+
+    def __init__(self, keys: Mapping[str, bytes]) -> None:
+        if not keys:
+            raise ConfigError("keys: there is none; put one file of at least 16 bytes per key id")
+        for key_id, key in keys.items():
+            if _NAME.fullmatch(key_id) is None:
+                raise ConfigError(
+                    f"keys: {key_id!r} is no key id; use letters, digits, '.', '_', '-'"
+                )
+            if len(key) < KEY_BYTES_MIN:
+                raise ConfigError(
+                    f"keys: {key_id} has {len(key)} bytes; it must have at least {KEY_BYTES_MIN}"
+                )
+        self._keys = dict(keys)
+        self.current: Final = max(self._keys)
+
+    def key(self, key_id: str) -> bytes:
+        """The key of this id.
+
+        Raises:
+            Unauthorized: the ring has no such key.
+        """
+        try:
+            return self._keys[key_id]
+        except KeyError:
+            raise Unauthorized(f"key id {key_id[:64]!r} is unknown here") from None
+
+
+class ReplayWindow:
+    """The counters seen of one session: the newest, and a bitmap of those behind it."""
+
+    __slots__ = ("_newest", "_seen", "_size")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._newest = 0
+        self._seen = 0
+
+    def accept(self, counter: int) -> None:
+        """Remember `counter` (from 1).
+
+        Raises:
+            Unauthorized: it was seen before, or lies too far behind the newest to be told.
+        """
+        age = self._newest - counter
+        if age < 0:
+            shift = min(-age, self._size)
+            self._seen = ((self._seen << shift) | 1) & ((1 << self._size) - 1)
+            self._newest = counter
+            return
+        if age >= self._size:
+            raise Unauthorized(f"counter {counter} is {age} behind the newest: too old")
+        if self._seen >> age & 1:
+            raise Unauthorized(f"counter {counter} was used before: a replay")
+        self._seen |= 1 << age
+
+
+class ReplayWindows:
+    """One `ReplayWindow` per session; the session that was silent longest goes first."""
+
+    __slots__ = ("_sessions_max", "_size", "_windows")
+
+    def __init__(self, *, size: int, sessions_max: int) -> None:
+        self._size = size
+        self._sessions_max = sessions_max
+        self._windows: OrderedDict[str, ReplayWindow] = OrderedDict()
+
+    def accept(self, session: str, counter: int) -> None:
+        """Remember a counter of an authenticated session.
+
+        Raises:
+            Unauthorized: a replay, or too old.
+        """
+        window = self._windows.get(session)
+        if window is None:
+            window = self._windows[session] = ReplayWindow(self._size)
+            if len(self._windows) > self._sessions_max:
+                self._windows.popitem(last=False)
+        else:
+            self._windows.move_to_end(session)
+        window.accept(counter)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+
+class HttpSigner:
+    """Signs the requests, and the answers, of one process."""
+
+    __slots__ = ("_counter", "_ring", "session")
+
+    def __init__(self, ring: KeyRing, session: str) -> None:
+        _require_session(session)
+        self._ring = ring
+        self._counter = 0
+        self.session: Final = session
+
+    def sign(self, method: str, target: str, body: bytes) -> str:
+        """The value of `HEADER` for one request; every try needs its own.
+
+        `target` is the request target as it is sent: path and query, percent-encoded.
+        """
+        self._counter += 1
+        key_id = self._ring.current
+        mac = _http_mac(self._ring.key(key_id), (method, target, self.session, self._counter), body)
+        return f"{_VERSION};{key_id};{self.session};{self._counter};{mac}"
+
+    def sign_answer(self, request: str, body: bytes) -> str:
+        """The value of `HEADER` for the answer to the request that carried the header `request`."""
+        return self.sign("ANSWER", request, body)
+
+
+class HttpVerifier:
+    """Checks requests (and answers) and remembers counters per sender's session."""
+
+    __slots__ = ("_ring", "_windows")
+
+    def __init__(self, ring: KeyRing, *, window: int = 1024, sessions_max: int = 4096) -> None:
+        self._ring = ring
+        self._windows = ReplayWindows(size=window, sessions_max=sessions_max)
+
+    def verify(self, header: str | None, method: str, target: str, body: bytes) -> str:
+        """The session that signed this request.
+
+        Raises:
+            Unauthorized: its detail names what is missing or wrong.
+        """
+        session, counter = self._check(header, method, target, body)
+        self._windows.accept(session, counter)
+        return session
+
+    def verify_answer(self, header: str | None, request: str, body: bytes) -> str:
+        """The session that signed this answer to our request, which carried the header `request`.
+
+        Raises:
+            Unauthorized: its detail names what is missing or wrong.
+        """
+        return self._check(header, "ANSWER", request, body)[0]
+
+    def _check(self, header: str | None, method: str, target: str, body: bytes) -> tuple[str, int]:
+        if not header:
+            raise Unauthorized(f"header {HEADER} is missing; the request must be signed")
+        key_id, session, counter, mac = _split_header(header)
+        expected = _http_mac(self._ring.key(key_id), (method, target, session, counter), body)
+        if not hmac.compare_digest(expected, mac):
+            raise Unauthorized(
+                f"header {HEADER}: the MAC is wrong; key, method, target or body differ"
+            )
+        return session, counter
+
+
+class Stamp(msgspec.Struct, frozen=True, array_like=True):
+    """Who sent a set of frames to whom, and as which one: a part of what the MAC covers."""
+
+    key_id: str
+    sender: str
+    receiver: str
+    counter: int
+
+
+class FrameSigner:
+    """Stamps and signs the control frames of one process; counters run per receiver."""
+
+    __slots__ = ("_counters", "_first", "_receivers_max", "_ring", "session")
+
+    def __init__(self, ring: KeyRing, session: str, *, receivers_max: int = 4096) -> None:
+        _require_session(session)
+        self._ring = ring
+        self._receivers_max = receivers_max
+        self._counters: OrderedDict[str, int] = OrderedDict()
+        self._first = 0
+        self.session: Final = session
+
+    def stamp(self, receiver: str) -> Stamp:
+        """The stamp of the next message to this receiver's session."""
+        counter = self._counters.pop(receiver, self._first) + 1
+        self._counters[receiver] = counter
+        if len(self._counters) > self._receivers_max:
+            # A forgotten receiver that comes back must not see old counters again.
+            self._first = max(self._first, self._counters.popitem(last=False)[1])
+        return Stamp(self._ring.current, self.session, receiver, counter)
+
+    def mac(self, frames: Iterable[bytes], stamp: Stamp) -> bytes:
+        """32 bytes over all frames with their lengths; the stamp must be inside one of them."""
+        return _frame_mac(self._ring.key(stamp.key_id), frames)
+
+
+class FrameVerifier:
+    """Checks the control frames that reach one receiver's session."""
+
+    __slots__ = ("_ring", "_windows", "session")
+
+    def __init__(
+        self, ring: KeyRing, session: str, *, window: int = 1024, sessions_max: int = 4096
+    ) -> None:
+        _require_session(session)
+        self._ring = ring
+        self._windows = ReplayWindows(size=window, sessions_max=sessions_max)
+        self.session: Final = session
+
+    def verify(self, frames: Iterable[bytes], mac: bytes, stamp: Stamp) -> str:
+        """The session that sent these frames; `stamp` was read from one of them.
+
+        Raises:
+            Unauthorized: its detail names what is wrong.
+        """
+        expected = _frame_mac(self._ring.key(stamp.key_id), frames)
+        if not hmac.compare_digest(expected, mac):
+            raise Unauthorized("the MAC of the frames is wrong")
+        if stamp.receiver != self.session:
+            raise Unauthorized(f"the frames are for session {stamp.receiver[:64]!r}, not for ours")
+        if not 1 <= stamp.counter <= COUNTER_MAX:
+            raise Unauthorized(f"counter {stamp.counter} is out of range")
+        self._windows.accept(stamp.sender, stamp.counter)
+        return stamp.sender
+
+
+def _require_session(session: str) -> None:
+    if _NAME.fullmatch(session) is None:
+        raise ConfigError(f"session {session!r}: use 1 to 128 letters, digits, '.', '_', '/', '-'")
+
+
+def _split_header(header: str) -> tuple[str, str, int, str]:
+    """Key id, session, counter and MAC of a header's value.
+
+    Raises:
+        Unauthorized: it has another form; no part of it is trusted yet.
+    """
+    parts = header.split(";", 5) if len(header) <= HEADER_LENGTH_MAX else []
+    if len(parts) != 5:
+        raise Unauthorized(f"header {HEADER} must be version;key-id;session;counter;mac")
+    version, key_id, session, counter, mac = parts
+    if version != _VERSION:
+        raise Unauthorized(f"header {HEADER}: version {version[:8]!r} is unknown; send {_VERSION}")
+    for name, pattern, value in (
+        ("key id", _NAME, key_id),
+        ("session", _NAME, session),
+        ("counter", _COUNTER, counter),
+        ("mac", _MAC, mac),
+    ):
+        if pattern.fullmatch(value) is None:
+            raise Unauthorized(f"header {HEADER}: {name} {value[:64]!r} is malformed")
+    if not 1 <= int(counter) <= COUNTER_MAX:
+        raise Unauthorized(f"header {HEADER}: counter {counter} is out of range")
+    return key_id, session, int(counter), mac
+
+
+def _http_mac(key: bytes, fields: tuple[str, str, str, int], body: bytes) -> str:
+    # Every field goes in with its length, so no two requests give the same bytes.
+    parts = [b"pd-http-1"]
+    for field in fields:
+        raw = str(field).encode("utf-8", "surrogateescape")
+        parts += (len(raw).to_bytes(8, "big"), raw)
+    parts.append(hashlib.sha256(body).digest())
+    return hmac.digest(key, b"".join(parts), "sha256").hex()
+
+
+def _frame_mac(key: bytes, frames: Iterable[bytes]) -> bytes:
+    state = hmac.new(key, b"pd-frames-1", "sha256")
+    for frame in frames:
+        state.update(len(frame).to_bytes(8, "big"))
+        state.update(frame)
+    return state.digest()
