@@ -1,0 +1,61 @@
+# Everything on a fresh machine: `make up` needs git, make, python3 and python3-venv, nothing else.
+# A set-up is a stamp that depends on what it was made from, so a second run costs nothing.
+
+PYTHON ?= python3
+PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
+PINS := pyproject.toml constraints.txt
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help up test lint bench clean
+
+help:
+	@echo "make up     install, start 1 prefill + 1 decode + router, send a first prompt, stay up (Ctrl-C ends it)"
+	@echo "make test   install, then all tests (PYTEST_ARGS='-k name' chooses)"
+	@echo "make lint   format, lint, types, import contracts (own small environment, no torch)"
+	@echo "make bench  print the figures against one process"
+	@echo "make clean  remove environments and caches"
+
+up: .venv/.local
+	.venv/bin/pdctl up -f examples/local.yaml
+
+test: .venv/.test
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv-lint/.lint
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/mypy
+	.venv-lint/bin/lint-imports
+
+bench: .venv/.test
+	.venv/bin/python bench/run.py
+
+clean:
+	rm -rf .venv .venv-lint .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage
+	find protocol sidecar engine operator tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@tools/check-python "$(PYTHON)"
+	"$(PYTHON)" -m venv .venv
+
+.venv-lint/bin/python:
+	@tools/check-python "$(PYTHON)"
+	"$(PYTHON)" -m venv .venv-lint
+
+# The plain torch wheel brings its CUDA libraries along: some 2.5 GB to fetch, once.
+.venv/.local: $(PINS) | .venv/bin/python
+	@tools/system-libraries
+	@echo "Installing what a local run needs (torch is large: this takes a few minutes the first time)"
+	.venv/bin/python -m pip install $(PIP_FLAGS) --editable '.[local]'
+	@touch $@
+
+.venv/.test: $(PINS) | .venv/bin/python
+	@tools/system-libraries
+	@echo "Installing what the tests need (torch is large: this takes a few minutes the first time)"
+	.venv/bin/python -m pip install $(PIP_FLAGS) --editable '.[test]'
+	@touch $@ .venv/.local
+
+.venv-lint/.lint: $(PINS) | .venv-lint/bin/python
+	.venv-lint/bin/python -m pip install $(PIP_FLAGS) --editable '.[lint]'
+	@touch $@
