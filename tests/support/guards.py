@@ -162,13 +162,14 @@ def unfinished_marks(root: Path) -> list[str]:
 
 
 def silenced_without_reason(root: Path) -> list[str]:
-    """A silenced check says why: behind it or in a comment on the line before."""
+    """A silenced check says why: behind it or in a comment on the line before or after."""
     faults = []
     for path, text, _ in python_files(root, PACKAGES):
         lines = text.splitlines()
         for index, line in enumerate(lines):
             found = SILENCED.search(line)
-            explained = index > 0 and lines[index - 1].lstrip().startswith("#")
+            beside = lines[max(0, index - 1) : index] + lines[index + 1 : index + 2]
+            explained = any(other.lstrip().startswith("#") for other in beside)
             if found and not found.group(1).strip(" #-:") and not explained:
                 faults.append(f"{path}:{index + 1} silences a check without a reason")
     return faults
