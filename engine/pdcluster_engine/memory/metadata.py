@@ -1,0 +1,154 @@
+"""Metadata ("aux") rows in SGLang's order: what decode needs beside the pages.
+
+A slot is one index into ten buffers. Both sides pair the buffers by position, so order, types and
+widths are wire format:
+
+    #  buffer                type × width    used
+    0  output ids            int32 × 16      [0] the first token
+    1  cached tokens         int32 × 16      [0] prompt tokens that prefill did not compute
+    2  logprob value         float32 × 16    [0]
+    3  logprob id            int32 × 16      [0]
+    4  top logprob values    float32 × 128   the first k
+    5  top logprob ids       int32 × 128     the first k
+    6  speculative p         float32 × 16
+    7  speculative index     int64 × 16
+    8  hidden states         float32 × 16
+    9  room                  uint64 × 8      [0] the room; 0 means "not written"
+
+SGLang's rows do not say how many top logprobs they hold, since both of its legs know the request.
+Ours end the list with id −1, which no vocabulary has, and say "no logprob" the same way; a reader
+that counts by the request sees nothing unusual.
+
+The room is written last, so a reader that finds its own room finds a whole row.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from pdcluster_protocol.ids import ROOM_MAX, ROOM_UNWRITTEN
+
+TOP_LOGPROBS_MAX = 128
+_ABSENT = -1
+
+_ROW_FORMATS = (
+    "<16i", "<16i", "<16f", "<16i", "<128f", "<128i", "<16f", "<16q", "<16f", "<8Q"
+)  # fmt: skip
+_ITEM_BYTES = tuple(struct.calcsize(row_format) for row_format in _ROW_FORMATS)
+(_TOKEN, _CACHED, _LOGPROB, _LOGPROB_ID, _TOP, _TOP_ID, _P, _INDEX, _HIDDEN, _ROOM) = range(10)
+
+METADATA_SLOT_BYTES = sum(_ITEM_BYTES)
+"""Bytes that one slot takes over all buffers."""
+
+
+class MetadataRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One hand-over: the first token, how it was chosen, and whose it is."""
+
+    token: int
+    cached_tokens: int = 0
+    logprob: float | None = None
+    """Of `token`; exact when it is a float32, as logprobs are."""
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    room: int
+
+
+class MetadataTable:
+    """`slot_count` rows in ten buffers, one behind the other from `offset` of `view`."""
+
+    __slots__ = ("_offsets", "_view", "slot_count")
+
+    def __init__(self, view: memoryview, offset: int, slot_count: int) -> None:
+        end = offset + metadata_bytes(slot_count)
+        if slot_count < 1 or offset < 0 or end > len(view):
+            message = f"{slot_count} slots at {offset} end at {end}; the view has {len(view)} bytes"
+            raise ValueError(message)
+        self.slot_count = slot_count
+        self._view = view
+        offsets = [offset]
+        for item_bytes in _ITEM_BYTES[:-1]:
+            offsets.append(offsets[-1] + item_bytes * slot_count)
+        self._offsets = offsets
+
+    def buffers(self) -> list[tuple[int, int]]:
+        """(offset in the view, bytes of one slot) of each buffer, in wire order."""
+        return list(zip(self._offsets, _ITEM_BYTES, strict=True))
+
+    def write(self, slot: int, row: MetadataRow) -> None:
+        """Fill a slot; everything that the row does not say becomes zero.
+
+        Raises:
+            ValueError: a room outside [1, 2^63 - 1], a token that is no int32, or more than 128
+                top logprobs: a fault of the caller.
+        """
+        _require_writable(row)
+        ids = [token for token, _ in row.top_logprobs]
+        values = [value for _, value in row.top_logprobs]
+        if len(ids) < TOP_LOGPROBS_MAX:
+            ids.append(_ABSENT)
+        has_logprob = row.logprob is not None
+        self._put(slot, _TOKEN, [row.token])
+        self._put(slot, _CACHED, [row.cached_tokens])
+        self._put(slot, _LOGPROB, [row.logprob if row.logprob is not None else 0.0])
+        self._put(slot, _LOGPROB_ID, [row.token if has_logprob else _ABSENT])
+        self._put(slot, _TOP, values)
+        self._put(slot, _TOP_ID, ids)
+        for buffer in (_P, _INDEX, _HIDDEN):
+            self._put(slot, buffer, [])
+        self._put(slot, _ROOM, [row.room])
+
+    def read(self, slot: int, *, top_logprobs: int | None = None) -> MetadataRow:
+        """What the slot holds, unchecked: `room` 0 means that nothing was written.
+
+        `top_logprobs` counts by the request, for rows of a plain SGLang peer; without it the list
+        ends at the first absent id.
+        """
+        ids = self._get(slot, _TOP_ID)
+        values = self._get(slot, _TOP)
+        absent = ids.index(_ABSENT) if _ABSENT in ids else TOP_LOGPROBS_MAX
+        count = absent if top_logprobs is None else min(absent, top_logprobs)
+        has_logprob = self._get(slot, _LOGPROB_ID)[0] != _ABSENT
+        return MetadataRow(
+            token=self._get(slot, _TOKEN)[0],
+            cached_tokens=self._get(slot, _CACHED)[0],
+            logprob=self._get(slot, _LOGPROB)[0] if has_logprob else None,
+            top_logprobs=tuple(zip(ids[:count], values[:count], strict=True)),
+            room=self._get(slot, _ROOM)[0],
+        )
+
+    def clear(self, slot: int) -> None:
+        """Say "not written", before the slot is handed out or given back."""
+        self._put(slot, _ROOM, [ROOM_UNWRITTEN])
+
+    def _place(self, slot: int, buffer: int) -> int:
+        if not 0 <= slot < self.slot_count:
+            message = f"slot {slot} is not in [0, {self.slot_count})"
+            raise ValueError(message)
+        return self._offsets[buffer] + slot * _ITEM_BYTES[buffer]
+
+    def _put(self, slot: int, buffer: int, values: list[int] | list[float]) -> None:
+        row_format = _ROW_FORMATS[buffer]
+        width = int(row_format[1:-1])
+        padded = [*values, *([0] * (width - len(values)))]
+        struct.pack_into(row_format, self._view, self._place(slot, buffer), *padded)
+
+    def _get(self, slot: int, buffer: int) -> tuple[int, ...]:
+        return struct.unpack_from(_ROW_FORMATS[buffer], self._view, self._place(slot, buffer))
+
+
+def metadata_bytes(slot_count: int) -> int:
+    """The bytes of a table of so many slots."""
+    return METADATA_SLOT_BYTES * slot_count
+
+
+def _require_writable(row: MetadataRow) -> None:
+    if not ROOM_UNWRITTEN < row.room <= ROOM_MAX:
+        message = f"room {row.room} is not in [1, 2^63 - 1]"
+        raise ValueError(message)
+    if not 0 <= row.token < 1 << 31:
+        message = f"token {row.token} is no id: it must be in [0, 2^31)"
+        raise ValueError(message)
+    if len(row.top_logprobs) > TOP_LOGPROBS_MAX:
+        message = f"{len(row.top_logprobs)} top logprobs; a row holds {TOP_LOGPROBS_MAX}"
+        raise ValueError(message)
