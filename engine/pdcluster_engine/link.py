@@ -64,6 +64,7 @@ class Link:
         "_reader",
         "_sent",
         "_sock",
+        "connections",
         "dropped",
         "incarnation",
         "state",
@@ -83,6 +84,8 @@ class Link:
         self._dial_at: float | None = None
         self._backoff_seconds = REDIAL_SECONDS_MIN
         self.state = LinkState.DOWN
+        self.connections = 0
+        """How many connections there were: a descriptor's number may come again."""
         self.incarnation = ""
         self.dropped = 0
         """Messages that went over the bound while the link was down."""
@@ -115,13 +118,14 @@ class Link:
         if self._dial_at is None or now < self._dial_at:
             return
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        sock.setblocking(False)
+        sock.settimeout(0)
         failure = sock.connect_ex(self._path)
         if failure not in (0, errno.EISCONN):
             sock.close()
             self._redial(now)
             return
         self._sock = sock
+        self.connections += 1
         self._dial_at = None
         self._reader = FrameReader()
         self._outgoing = bytearray(frame(engine_to_sidecar.encode(self._hello())))

@@ -1,0 +1,91 @@
+"""The engine as its HTTP side sees it (`submission.Engine`); callable from any thread."""
+
+from __future__ import annotations
+
+import structlog
+
+from pdcluster_engine.inbox import Inbox
+from pdcluster_engine.legs import LegTable
+from pdcluster_engine.loop import OwnerLoop
+from pdcluster_engine.submission import EngineState, OutputSink, Submission
+from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.events import Drained, LegArrived, LegCancelled
+from pdcluster_protocol.ids import Key
+from pdcluster_protocol.layout import token_digest
+
+log = structlog.get_logger()
+
+
+class NativeEngine:
+    """Puts what HTTP wants into the owner's inbox; the answers come through the legs' sinks."""
+
+    __slots__ = ("_inbox", "_legs", "_loop")
+
+    def __init__(self, *, inbox: Inbox, legs: LegTable, loop: OwnerLoop) -> None:
+        self._inbox = inbox
+        self._legs = legs
+        self._loop = loop
+
+    def submit(self, submission: Submission, sink: OutputSink) -> None:
+        """Take a sequence.
+
+        Raises:
+            Overloaded, RequestFailed: refused at once; nothing will reach the sink.
+        """
+        self._legs.add(submission, sink)
+        log.info(
+            "admitted",
+            rid=submission.rid,
+            room=submission.key.room,
+            attempt=submission.key.attempt,
+            leg="alone" if submission.bootstrap is None else "pair",
+            prompt_tokens=len(submission.token_ids),
+        )
+        self._inbox.post(
+            LegArrived(
+                key=submission.key,
+                rid=submission.rid,
+                prompt_tokens=len(submission.token_ids),
+                prompt_digest=token_digest(submission.token_ids),
+                output_tokens_max=submission.output_tokens_max,
+                bootstrap=submission.bootstrap,
+                prefill_dp_rank=submission.prefill_dp_rank,
+                budget_seconds=submission.budget_seconds,
+                attempt_known=submission.attempt_known,
+            )
+        )
+
+    def cancel(self, key: Key, reason: Reason, detail: str = "") -> None:
+        """End a sequence; unknown keys cancel nothing."""
+        leg = self._legs.find_submitted(key)
+        if leg is not None:
+            self._inbox.post(LegCancelled(leg.key, reason, detail))
+
+    def cancel_rid(self, rid: str, reason: Reason) -> bool:
+        """End the one live sequence with exactly this rid; False when there is none."""
+        leg = self._legs.find_rid(rid) if rid else None
+        if leg is None:
+            return False
+        self._inbox.post(LegCancelled(leg.key, reason))
+        return True
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._legs.draining = True
+        self._inbox.post(Drained())
+
+    @property
+    def legs_open(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._legs)
+
+    def state(self) -> EngineState:
+        """A snapshot; ready means that a leg sent now can be served."""
+        seen = self._loop.snapshot
+        return EngineState(
+            ready=seen.joined and seen.transport_ready and not self._legs.draining,
+            joined=seen.joined,
+            loops=seen.loops,
+            load=seen.load,
+            incarnation=seen.incarnation,
+        )
