@@ -26,6 +26,7 @@ LEG_NAMES = (
     "pd_attempt",
     "pd_budget_seconds",
 )
+HOST_CHARACTERS_MAX = 253
 PORTS = Interval(1, 65535)
 RANKS = Interval(0, 65535)
 ATTEMPTS = Interval(1, ATTEMPT_MAX)

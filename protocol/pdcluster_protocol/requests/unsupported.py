@@ -81,6 +81,8 @@ def refuse_unsupported(fields: Fields) -> None:
     for name in fields.raw:
         if name in UNSUPPORTED:
             value = fields.value(name, object, "be JSON")
-            if value not in (None, False, "", [], {}) and value != ANYWAY.get(name):
+            # 0 equals False, but asks for something where a number is expected.
+            empty = value is None or value is False or value in ("", [], {})
+            if not empty and (name not in ANYWAY or value != ANYWAY[name]):
                 must = "be absent: it would change the answer and is not supported"
                 raise fields.refusal(name, must, reason=Reason.UNSUPPORTED)
