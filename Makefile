@@ -33,7 +33,7 @@ bench: .venv/.test
 
 clean:
 	rm -rf .venv .venv-lint .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage
-	find protocol sidecar engine operator tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find protocol sidecar engine operator tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
 	@tools/check-python "$(PYTHON)"
