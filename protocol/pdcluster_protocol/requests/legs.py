@@ -61,6 +61,8 @@ def parse_leg(fields: Fields, *, sequence_count: int) -> LegFields | None:
     if not any(fields.has(name) for name in LEG_NAMES):
         return None
     hosts = _spread(fields, "bootstrap_host", one=str, many=list[str | None], count=sequence_count)
+    if not all(host is None or 1 <= len(host) <= HOST_CHARACTERS_MAX for host in hosts):
+        raise fields.refusal("bootstrap_host", f"have 1 to {HOST_CHARACTERS_MAX} characters")
     ports = _spread(fields, "bootstrap_port", one=int, many=list[int | None], count=sequence_count)
     if not all(port is None or PORTS.holds(port) for port in ports):
         raise fields.refusal("bootstrap_port", f"be {PORTS.words}")
