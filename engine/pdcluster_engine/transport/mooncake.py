@@ -1,0 +1,342 @@
+"""The adapter around Mooncake's `TransferEngine`, inside the transfer process only.
+
+The library returns -1 for everything, crashes when its calls come in the wrong order, and goes on
+moving bytes after it has reported an error for a batch. So this adapter
+
+* uses single-entry asynchronous writes and asks for each id until its end, never again after it
+  (a finished id is freed memory);
+* keeps few operations in flight, since a queue overflow makes a peer unreachable for ever;
+* has its own deadlines, shorter than the library's, and answers an expired one by raising
+  `CannotContinue`: the process ends, which is the only thing that certainly stops the writing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum, auto
+from typing import Any
+
+import msgspec
+
+from pdcluster_engine.transport.install import FabricProtocol, check_machine, explain_import
+from pdcluster_engine.transport.port import (
+    Completed,
+    Deadlines,
+    WriteRequest,
+    failed,
+    succeeded,
+)
+from pdcluster_engine.transport.requests import refusal
+from pdcluster_protocol.errors import ConfigError, TransportError
+
+WEDGE_SECONDS = (0.95, 1.05)
+"""A wedged peer fails each call after the admission time-out of 1.000 s."""
+WEDGE_CONNECT_SECONDS = 0.25
+SUSPECTS_MAX = 1024
+
+ENVIRONMENT = {
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    # Far above our own deadlines: the library must not give up an operation that it still sends.
+    "MC_TRANSFER_TIMEOUT": "86400",
+    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "1",
+    "MC_LOG_LEVEL": "ERROR",
+}
+FORBIDDEN_ENVIRONMENT = (
+    "MC_TCP_PROTO",
+    "MC_TCP_ENABLE_CONNECTION_POOL",
+    "MC_FORCE_TCP",
+    "MC_FORCE_HCA",
+    "MC_USE_IPV6",
+)
+
+
+class CannotContinue(TransportError):
+    """The library's state is unknown; only the end of this process makes memory safe again."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the adapter needs to know; it travels to the transfer process in its arguments."""
+
+    host: str
+    port_min: int
+    port_max: int
+    protocol: FabricProtocol = "tcp"
+    device: str = ""
+    """RDMA adapters to use, separated by commas; empty lets the library choose."""
+    window_per_peer: int = 16
+    window: int = 64
+    deadlines: Deadlines = Deadlines()
+
+
+class State(Enum):
+    """Calls are legal in `STARTED` only; before it the library would crash the process."""
+
+    NEW = auto()
+    STARTED = auto()
+    BROKEN = auto()
+
+
+class Flight:
+    """One operation inside the library."""
+
+    __slots__ = ("batch", "deadline", "request", "started")
+
+    def __init__(self, request: WriteRequest, batch: int, started: float, deadline: float) -> None:
+        self.request = request
+        self.batch = batch
+        self.started = started
+        self.deadline = deadline
+
+
+class Peer:
+    """What is queued and under way for one session name."""
+
+    __slots__ = ("flights", "flying_bytes", "queued")
+
+    def __init__(self) -> None:
+        self.queued: deque[WriteRequest] = deque()
+        self.flights: list[Flight] = []
+        self.flying_bytes = 0
+
+
+class MooncakeAdapter:
+    """`start` once, then `submit` and `poll`; not thread-safe, and needs no thread."""
+
+    __slots__ = (
+        "_arena_address",
+        "_arena_nbytes",
+        "_engine",
+        "_flying",
+        "_peers",
+        "_refused",
+        "_settings",
+        "_state",
+        "_suspicions",
+        "_turn",
+    )
+
+    def __init__(self, settings: Settings, *, arena_address: int, arena_nbytes: int) -> None:
+        self._settings = settings
+        self._arena_address = arena_address
+        self._arena_nbytes = arena_nbytes
+        self._state = State.NEW
+        self._engine: Any = None
+        self._peers: dict[str, Peer] = {}
+        self._flying = 0
+        self._turn: deque[str] = deque()
+        """Peers with queued operations; the first one is served next."""
+        self._refused: list[Completed] = []
+        self._suspicions: dict[str, int] = {}
+        """Per peer, failures in a row that look like the wedge."""
+
+    @property
+    def outstanding(self) -> int:
+        """Operations that have not been reported by `poll`."""
+        return self._flying + len(self._refused) + sum(len(p.queued) for p in self._peers.values())
+
+    def start(self) -> tuple[str, str]:
+        """Import the library, listen, register the arena; return session name and version.
+
+        Raises:
+            ConfigError: the machine or the installation cannot do what is asked.
+            TransportError: the library refused, for instance because no port is free.
+        """
+        if self._state is not State.NEW:
+            raise TransportError(f"start of a Mooncake adapter that is {self._state.name}")
+        self._state = State.BROKEN
+        version = check_machine(self._settings.protocol)
+        self._engine = self._load()
+        host = self._settings.host
+        if self._engine.initialize(
+            host, "P2PHANDSHAKE", self._settings.protocol, self._settings.device
+        ):
+            raise TransportError(
+                f"Mooncake could not listen on {host} in ports {self._settings.port_min} to "
+                f"{self._settings.port_max}; free two of them or widen the range"
+            )
+        code = self._engine.register_memory(self._arena_address, self._arena_nbytes)
+        if code:
+            raise TransportError(
+                f"Mooncake register_memory of {self._arena_nbytes} bytes failed with {code}"
+            )
+        self._state = State.STARTED
+        shown = f"[{host}]" if ":" in host else host
+        return f"{shown}:{self._engine.get_rpc_port()}", version
+
+    def submit(self, request: WriteRequest) -> None:
+        """Check and queue one write; a bad one is answered by the next `poll`."""
+        self._must_be_started()
+        problem = self._problem(request)
+        if problem:
+            self._refused.append(failed(request.operation, problem))
+            return
+        peer = self._peers.get(request.target)
+        if peer is None:
+            peer = self._peers[request.target] = Peer()
+        if not peer.queued:
+            self._turn.append(request.target)
+        peer.queued.append(request)
+
+    def poll(self) -> list[Completed]:
+        """Start what the windows allow, and report every operation that ended.
+
+        Raises:
+            CannotContinue: a deadline expired, a peer is wedged, or the library lost track.
+        """
+        self._must_be_started()
+        ended = self._refused
+        self._refused = []
+        for target in list(self._peers):
+            ended += self._ended(target)
+        self._start_queued(ended)
+        return ended
+
+    def _load(self) -> Any:  # noqa: ANN401 - the library has no types
+        """Import the library with its environment in place, which it reads only once."""
+        for name in FORBIDDEN_ENVIRONMENT:
+            os.environ.pop(name, None)
+        os.environ.update(ENVIRONMENT)
+        os.environ["MC_MIN_RPC_PORT"] = str(self._settings.port_min)
+        os.environ["MC_MAX_RPC_PORT"] = str(self._settings.port_max)
+        os.environ["MC_FORCE_TCP" if self._settings.protocol == "tcp" else "MC_FORCE_HCA"] = "1"
+        if ":" in self._settings.host:
+            os.environ["MC_USE_IPV6"] = "1"
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise ConfigError(explain_import(error)) from error
+        return TransferEngine()
+
+    def _must_be_started(self) -> None:
+        if self._state is not State.STARTED:
+            raise TransportError(f"a Mooncake adapter that is {self._state.name} was used")
+
+    def _problem(self, request: WriteRequest) -> str:
+        """Why a write must not reach the library, or an empty string."""
+        end = request.source_offset + request.nbytes
+        if request.nbytes <= 0 or request.source_offset < 0 or end > self._arena_nbytes:
+            return (
+                f"source bytes {request.source_offset} to {end} are outside the arena of "
+                f"{self._arena_nbytes} bytes"
+            )
+        refused = refusal(request)
+        if refused is not None:
+            return refused.detail
+        host, _, port = request.target.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            return f"target {request.target[:80]!r} is not host:port"
+        return ""
+
+    def _start_queued(self, ended: list[Completed]) -> None:
+        """Give each peer one turn after the other until the windows are full."""
+        full: list[str] = []
+        while self._turn and self._flying < self._settings.window:
+            target = self._turn.popleft()
+            peer = self._peers[target]
+            if len(peer.flights) >= self._settings.window_per_peer:
+                full.append(target)
+                continue
+            refusal = self._hand_over(target, peer, peer.queued.popleft())
+            if refusal is not None:
+                ended.append(refusal)
+            if peer.queued:
+                self._turn.append(target)
+        self._turn.extendleft(reversed(full))
+
+    def _hand_over(self, target: str, peer: Peer, request: WriteRequest) -> Completed | None:
+        started = time.monotonic()
+        # The first contact with a hung peer blocks here for a minute, with every other peer behind
+        # it. The alarm has no handler: it ends the process, even inside the library.
+        signal.setitimer(signal.ITIMER_REAL, self._settings.deadlines.contact_seconds)
+        batch = self._engine.batch_transfer_async_write(
+            target,
+            [self._arena_address + request.source_offset],
+            [request.destination_address],
+            [request.nbytes],
+        )
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if not batch:
+            return _failure(request, time.monotonic() - started)
+        peer.flying_bytes += request.nbytes
+        deadline = started + self._settings.deadlines.stall_seconds(peer.flying_bytes)
+        peer.flights.append(Flight(request, batch, started, deadline))
+        self._flying += 1
+        return None
+
+    def _ended(self, target: str) -> Iterator[Completed]:
+        """Ask for every flight of one peer and forget those that ended."""
+        peer = self._peers[target]
+        now = time.monotonic()
+        still: list[Flight] = []
+        over: list[tuple[Flight, bool]] = []
+        for flight in peer.flights:
+            match self._engine.transfer_check_status(flight.batch):
+                case 1:
+                    over.append((flight, True))
+                case -1:
+                    over.append((flight, False))
+                case 0 if now < flight.deadline:
+                    still.append(flight)
+                case status:
+                    self._state = State.BROKEN
+                    raise CannotContinue(_stall(flight, status, now))
+        peer.flights = still
+        self._flying -= len(over)
+        for flight, ok in over:
+            peer.flying_bytes -= flight.request.nbytes
+            self._suspect(target, None if ok else now - flight.started)
+            yield (
+                succeeded(flight.request.operation)
+                if ok
+                else _failure(flight.request, now - flight.started)
+            )
+        if not peer.flights and not peer.queued:
+            del self._peers[target]
+
+    def _suspect(self, target: str, failed_after: float | None) -> None:
+        """Find the wedge: two failures in a row after exactly 1 s, by a peer that does accept."""
+        count = self._suspicions.pop(target, 0)
+        if failed_after is None or not WEDGE_SECONDS[0] <= failed_after <= WEDGE_SECONDS[1]:
+            return
+        if count == 0:
+            if len(self._suspicions) >= SUSPECTS_MAX:
+                self._suspicions.clear()
+            self._suspicions[target] = 1
+        elif _accepts(target):
+            self._state = State.BROKEN
+            raise CannotContinue(f"Mooncake is wedged for {target}: each write fails after 1.00 s")
+        # A dead peer has the same second between attempts to connect; it is not suspected.
+
+
+def _failure(request: WriteRequest, seconds: float) -> Completed:
+    detail = (
+        f"Mooncake could not write {request.nbytes} bytes to {request.target} "
+        f"(-1 after {seconds:.3f} s)"
+    )
+    return failed(request.operation, detail)
+
+
+def _stall(flight: Flight, status: int, now: float) -> str:
+    request = flight.request
+    what = "made no end" if status == 0 else f"has the status {status}"
+    return (
+        f"stalled: the write of {request.nbytes} bytes to {request.target} {what} after "
+        f"{now - flight.started:.1f} s"
+    )
+
+
+def _accepts(target: str) -> bool:
+    host, _, port = target.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), WEDGE_CONNECT_SECONDS):
+            return True
+    except OSError:
+        return False
