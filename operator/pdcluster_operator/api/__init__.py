@@ -1,0 +1,1 @@
+"""The API of PDCluster as users write it, one module per version."""

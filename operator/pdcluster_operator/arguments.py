@@ -1,0 +1,76 @@
+"""The `args` of a role with engine `native`: four flags, each refused by name when it is wrong.
+
+    --mode exact|batched   one forward per request, or one for all decoding requests
+    --chunk N              prompt tokens per forward
+    --pages N              pages of the pool; absent: the engine sizes it
+    --sequences N          decoding sequences at most
+
+A flag may be written `--chunk 64` (two items) or `--chunk=64`. Abbreviations are not understood, so
+a flag that the API owns cannot slip by under a shorter name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from pdcluster_protocol.errors import ConfigError
+
+COUNT_MAX = 1 << 31
+
+
+class NativeArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """What `args` may say about a native engine."""
+
+    mode: Literal["exact", "batched"] = "batched"
+    chunk: int = 256
+    pages: int = 0
+    sequences: int = 16
+
+
+def parse_native_arguments(args: Sequence[str], *, field: str) -> NativeArguments:
+    """Read `args`; `field` is its path in the spec, for messages.
+
+    Raises:
+        ConfigError: an unknown or repeated flag, a flag without a value, a value out of range.
+    """
+    values: dict[str, object] = {}
+    for flag, value in _pairs(args, field):
+        name = flag.removeprefix("--")
+        if name in values:
+            raise ConfigError(f"{field}: {flag} stands twice; keep one")
+        match name:
+            case "mode":
+                if value not in {"exact", "batched"}:
+                    raise ConfigError(f"{field}: --mode is {value!r}; it is exact or batched")
+                values[name] = value
+            case "chunk" | "pages" | "sequences":
+                values[name] = _count(flag, value, field)
+            case _:
+                raise ConfigError(
+                    f"{field}: {flag!r} is unknown to engine native; it knows --mode, --chunk,"
+                    " --pages, --sequences"
+                )
+    return msgspec.convert(values, NativeArguments)
+
+
+def _pairs(args: Sequence[str], field: str) -> Iterator[tuple[str, str]]:
+    items = iter(args)
+    for item in items:
+        flag, equals, value = item.partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{field}: {item!r} is no flag; flags begin with --")
+        if not equals:
+            try:
+                value = next(items)
+            except StopIteration:
+                raise ConfigError(f"{field}: {flag} has no value; write {flag}=VALUE") from None
+        yield flag, value
+
+
+def _count(flag: str, value: str, field: str) -> int:
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value[:12]) <= COUNT_MAX:
+        raise ConfigError(f"{field}: {flag} is {value!r}; it must be a whole number from 1 up")
+    return int(value)

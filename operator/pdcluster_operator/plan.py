@@ -1,0 +1,241 @@
+"""From a `PDCluster` to what must run: pure, so that it can be printed, compared and tested.
+
+A plan says every process with its complete configuration, and nothing about where it runs: hosts
+are empty and paths are the ones inside a pod. `place.place_locally` fills these in for processes on
+one machine; rendering to pods keeps them.
+
+The *fingerprint* is a digest of all that shapes bytes and tokens on either side (model, cache,
+checksum, transfer, both roles' parallelism and native flags). It is the same in every process of
+one plan, and only processes with equal fingerprints pair.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pdcluster_operator import names
+from pdcluster_operator.api.v1alpha1 import PDCluster, RoleSpec
+from pdcluster_operator.arguments import NativeArguments, parse_native_arguments
+from pdcluster_protocol.config import (
+    ENGINE_HTTP_PORT,
+    Checksum,
+    EngineConfig,
+    RouterConfig,
+    SidecarConfig,
+)
+from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.ids import Role
+from pdcluster_protocol.limits import Timeouts
+from pdcluster_protocol.topology import Parallelism
+
+FINGERPRINT_VERSION = 1
+LINK_PATH = "/run/pdcluster/link"
+KEYS_FOLDER = "/etc/pdcluster/keys"
+DECODE_FILLS = 2
+"""Requests that the router lets in by default: so many times what decode runs at once, so that
+prefill has work ahead of it."""
+
+
+class PodPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One pod: a sidecar and one engine process per DP rank."""
+
+    instance: str
+    role: Role
+    ordinal: int
+    sidecar: SidecarConfig
+    engines: tuple[EngineConfig, ...]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that must run for one object."""
+
+    cluster: str
+    fingerprint: str
+    pods: tuple[PodPlan, ...]
+    routers: tuple[RouterConfig, ...]
+
+    @property
+    def suspended(self) -> bool:
+        """Whether both roles have no replica."""
+        return not self.pods
+
+
+def make_plan(cluster: PDCluster) -> Plan:
+    """The plan of one object.
+
+    Raises:
+        ConfigError: for what the types allow but this version cannot run, naming the field.
+    """
+    _require_built(cluster)
+    arguments = {role: _arguments(cluster, role) for role in Role}
+    fingerprint = _fingerprint(cluster, arguments)
+    pods = tuple(
+        _pod(cluster, role, ordinal, arguments=arguments[role], fingerprint=fingerprint)
+        for role in Role
+        for ordinal in range(_role(cluster, role).replicas)
+    )
+    return Plan(
+        cluster=cluster.name,
+        fingerprint=fingerprint,
+        pods=pods,
+        routers=_routers(cluster, arguments[Role.DECODE]),
+    )
+
+
+def checksum(cluster: PDCluster) -> Checksum:
+    """The checksum in force: Full by default where our own engines use TCP."""
+    kv, spec = cluster.spec.kv, cluster.spec
+    if kv.checksum is not None:
+        return kv.checksum
+    return "Full" if spec.engine.type == "native" and spec.transfer.protocol == "tcp" else "Off"
+
+
+def _role(cluster: PDCluster, role: Role) -> RoleSpec:
+    return cluster.spec.prefill if role is Role.PREFILL else cluster.spec.decode
+
+
+def _arguments(cluster: PDCluster, role: Role) -> NativeArguments:
+    return parse_native_arguments(_role(cluster, role).args, field=f"spec.{role}.args")
+
+
+def _require_built(cluster: PDCluster) -> None:
+    spec = cluster.spec
+    if spec.engine.type != "native":
+        raise ConfigError(
+            f"spec.engine.type is {spec.engine.type}; this version plans engine native only"
+        )
+    if spec.router.bypass_below_tokens:
+        raise ConfigError(
+            f"spec.router.bypassBelowTokens is {spec.router.bypass_below_tokens}; this version"
+            " cannot bypass prefill yet: leave it at 0"
+        )
+    for role in Role:
+        nodes = _role(cluster, role).nodes
+        if nodes != 1:
+            raise ConfigError(
+                f"spec.{role}.nodes is {nodes}; engine native runs a replica on one node: use 1"
+                " and more replicas"
+            )
+
+
+def _fingerprint(cluster: PDCluster, arguments: dict[Role, NativeArguments]) -> str:
+    spec = cluster.spec
+    roles: dict[str, object] = {
+        role: {
+            "parallel": _role(cluster, role).parallel.model_dump(),
+            "mode": arguments[role].mode,
+            "chunk": arguments[role].chunk,
+        }
+        for role in Role
+    }
+    return names.digest(
+        {
+            "version": FINGERPRINT_VERSION,
+            "engine": [spec.engine.type, spec.engine.image],
+            "model": [spec.model.source, spec.model.revision],
+            "kv": [spec.kv.page_size, spec.kv.dtype, spec.kv.allocation, checksum(cluster)],
+            "transfer": [spec.transfer.backend, spec.transfer.protocol],
+            "roles": roles,
+        }
+    )
+
+
+def _timeouts(cluster: PDCluster) -> Timeouts:
+    timeouts = cluster.spec.timeouts
+    return Timeouts(**{name: float(getattr(timeouts, name)) for name in Timeouts.__struct_fields__})
+
+
+def _pod(
+    cluster: PDCluster,
+    role: Role,
+    ordinal: int,
+    *,
+    arguments: NativeArguments,
+    fingerprint: str,
+) -> PodPlan:
+    spec = cluster.spec
+    instance = names.instance_name(cluster.name, role, ordinal)
+    parallel = Parallelism(**_role(cluster, role).parallel.model_dump())
+    sidecar = SidecarConfig(
+        cluster=cluster.name,
+        instance=instance,
+        role=role,
+        host="",
+        link_path=LINK_PATH,
+        keys_folder=KEYS_FOLDER,
+        interop=spec.security.interop,
+        parallel=parallel,
+        allocation=spec.kv.allocation,
+        fingerprint=fingerprint,
+        timeouts=_timeouts(cluster),
+    )
+    engines = tuple(
+        _engine(cluster, sidecar, arguments, dp_rank=dp_rank) for dp_rank in range(parallel.dp)
+    )
+    return PodPlan(instance=instance, role=role, ordinal=ordinal, sidecar=sidecar, engines=engines)
+
+
+def _engine(
+    cluster: PDCluster, sidecar: SidecarConfig, arguments: NativeArguments, *, dp_rank: int
+) -> EngineConfig:
+    spec = cluster.spec
+    return EngineConfig(
+        cluster=cluster.name,
+        instance=sidecar.instance,
+        role=sidecar.role,
+        host="",
+        http_port=ENGINE_HTTP_PORT + dp_rank,
+        link_path=LINK_PATH,
+        keys_folder=KEYS_FOLDER,
+        interop=spec.security.interop,
+        model_source=spec.model.source,
+        served_name=cluster.served_name,
+        max_context=spec.model.max_context,
+        page_size=spec.kv.page_size,
+        dtype=spec.kv.dtype,
+        mode=arguments.mode,
+        chunk=arguments.chunk,
+        pages=arguments.pages,
+        sequences=arguments.sequences,
+        parallel=sidecar.parallel,
+        dp_rank=dp_rank,
+        transport="mooncake",
+        transport_protocol=spec.transfer.protocol,
+        checksum=checksum(cluster),
+        allocation=spec.kv.allocation,
+        timeouts=sidecar.timeouts,
+        fingerprint=sidecar.fingerprint,
+    )
+
+
+def _policy(cluster: PDCluster) -> Literal["RoundRobin", "LeastLoaded"]:
+    policy = cluster.spec.router.policy
+    if policy == "PrefixAware":
+        raise ConfigError(
+            "spec.router.policy is PrefixAware; this version knows LeastLoaded and RoundRobin"
+        )
+    return policy
+
+
+def _routers(cluster: PDCluster, decode: NativeArguments) -> tuple[RouterConfig, ...]:
+    spec = cluster.spec
+    decode_places = spec.decode.replicas * spec.decode.parallel.dp * decode.sequences
+    in_flight = spec.router.max_in_flight or DECODE_FILLS * decode_places
+    return tuple(
+        RouterConfig(
+            cluster=cluster.name,
+            instance=names.router_name(cluster.name, ordinal),
+            host="",
+            keys_folder=KEYS_FOLDER,
+            served_name=cluster.served_name,
+            max_context=spec.model.max_context,
+            max_in_flight=max(1, -(-in_flight // spec.router.replicas)),
+            max_queued=-(-spec.router.max_queued // spec.router.replicas),
+            retries=spec.router.retries,
+            policy=_policy(cluster),
+            timeouts=_timeouts(cluster),
+        )
+        for ordinal in range(spec.router.replicas)
+    )
