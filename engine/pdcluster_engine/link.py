@@ -22,7 +22,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from pdcluster_protocol.codec import FrameReader, engine_to_sidecar, frame, sidecar_to_engine
-from pdcluster_protocol.errors import PDClusterError, WireError
+from pdcluster_protocol.errors import PDClusterError, Reason, WireError
 from pdcluster_protocol.messages import (
     EngineHello,
     EngineToSidecar,
@@ -48,6 +48,8 @@ class LinkState(Enum):
 
 class LinkRefused(PDClusterError):
     """The sidecar said why this rank may not join; trying again cannot help."""
+
+    reason = Reason.NOT_READY
 
 
 class Link:

@@ -1,0 +1,142 @@
+"""One engine from its parts: memory, node, threads' bodies. Nothing runs yet when this returns."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import msgspec
+
+from pdcluster_engine.environment import memory_bytes
+from pdcluster_engine.executor import Executor
+from pdcluster_engine.inbox import Inbox
+from pdcluster_engine.legs import LegTable
+from pdcluster_engine.link import Link
+from pdcluster_engine.loop import Node, OwnerLoop
+from pdcluster_engine.memory.arena import Arena
+from pdcluster_engine.memory.metadata import MetadataTable, metadata_bytes
+from pdcluster_engine.model.loading import LoadedModel
+from pdcluster_engine.native import NativeEngine
+from pdcluster_engine.parts import Parts
+from pdcluster_engine.scheduling.worker import Bounds, ModelThread
+from pdcluster_engine.sizes import check_context, page_count, slot_count
+from pdcluster_engine.telemetry import Telemetry
+from pdcluster_engine.transport.open import open_transport
+from pdcluster_engine.transport.port import Transport
+from pdcluster_protocol.config import EngineConfig
+from pdcluster_protocol.ids import Role
+from pdcluster_protocol.ledger import NodeSetup
+from pdcluster_protocol.limits import Limits
+from pdcluster_protocol.messages import EngineHello
+from pdcluster_protocol.nodes import DecodeNode, PrefillNode
+from pdcluster_protocol.topology import RankCoordinate
+
+
+class Assembly(msgspec.Struct, frozen=True):
+    """What a process runs: two thread bodies and the face for HTTP."""
+
+    engine: NativeEngine
+    loop: OwnerLoop
+    compute: ModelThread
+    inbox: Inbox
+    arena: Arena
+
+
+def assemble(config: EngineConfig, model: LoadedModel) -> Assembly:
+    """Reserve the memory and wire the parts.
+
+    Raises:
+        ConfigError: the sizes or the transport cannot work on this machine.
+    """
+    check_context(config, model_max=model.runner.max_context)
+    pages = page_count(config, model.layout, memory_bytes=memory_bytes())
+    slots = slot_count(config)
+    arena = Arena.create(model.layout, pages, metadata_bytes=metadata_bytes(slots))
+    model.runner.attach(arena, pages)
+    metadata = MetadataTable(arena.view, arena.metadata_offset, slots)
+    setup = NodeSetup(
+        layout=model.layout,
+        page_count=pages,
+        metadata_offset=arena.metadata_offset,
+        metadata_buffers=tuple(metadata.buffers()),
+        slot_count=slots,
+        parallel=config.parallel,
+        coordinate=RankCoordinate(dp=config.dp_rank),
+        timeouts=config.timeouts,
+        limits=Limits(),
+        verify=config.checksum != "Off",
+        scatter_seed=config.scatter_seed,
+    )
+    node: Node = PrefillNode(setup) if config.role is Role.PREFILL else DecodeNode(setup)
+    inbox, telemetry = Inbox(), Telemetry()
+    compute = ModelThread(
+        model.runner,
+        model.tokenizer,
+        metadata=metadata,
+        post=inbox.post_when_room,
+        telemetry=telemetry,
+        bounds=Bounds(
+            chunk_tokens=config.chunk,
+            sequences_max=config.sequences,
+            orders_max=setup.limits.rooms_max,
+        ),
+    )
+    parts = Parts(
+        legs=LegTable(legs_max=setup.limits.rooms_max),
+        inbox=inbox,
+        link=_link(config, _greeting(config, model, pages), node),
+        transport=_transport(config, arena),
+        compute=compute,
+        metadata=metadata,
+        telemetry=telemetry,
+    )
+    executor = Executor(parts, digests=setup.verify)
+    loop = OwnerLoop(node, parts, executor=executor, sequences_max=config.sequences)
+    engine = NativeEngine(inbox=inbox, legs=parts.legs, loop=loop)
+    return Assembly(engine, loop, compute, inbox, arena)
+
+
+def _link(config: EngineConfig, greeting: EngineHello, node: Node) -> Link:
+    """A link that greets with what it knows at each connection."""
+
+    def hello() -> EngineHello:
+        return msgspec.structs.replace(
+            greeting, incarnation=link.incarnation, rooms=node.open_keys()
+        )
+
+    link = Link(config.link_path, hello=hello, queue_max=Limits().link_queue_max)
+    return link
+
+
+def _transport(config: EngineConfig, arena: Arena) -> Transport:
+    return open_transport(
+        config.transport,
+        arena_fd=arena.fd,
+        arena_nbytes=arena.nbytes,
+        host=config.host,
+        port_min=config.transport_port_min,
+        port_max=config.transport_port_max,
+        protocol=config.transport_protocol,
+    )
+
+
+def _greeting(config: EngineConfig, model: LoadedModel, pages: int) -> EngineHello:
+    """What is the same in every hello; `link` adds incarnation and rooms."""
+    return EngineHello(
+        instance=config.instance,
+        role=config.role,
+        coordinate=RankCoordinate(dp=config.dp_rank),
+        parallel=config.parallel,
+        layout=model.layout,
+        incarnation="",
+        session=secrets.token_hex(8),
+        http_port=config.http_port,
+        fingerprint=config.fingerprint,
+        allocation=config.allocation,
+        served_name=config.served_name,
+        max_context=config.max_context,
+        page_count=pages,
+        tokenizer_digest=model.tokenizer.digest(),
+        tokenizer_files=model.tokenizer.files(),
+        pid=os.getpid(),
+    )
