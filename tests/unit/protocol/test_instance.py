@@ -1,0 +1,204 @@
+"""Who joined, which incarnation they are, and who may pair with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.ids import RankAddress, Role
+from pdcluster_protocol.instance import InstanceNode, InstancePlan, pairing_refusal
+from pdcluster_protocol.layout import KVLayout, Region
+from pdcluster_protocol.limits import Limits
+from pdcluster_protocol.messages import EngineHello, Load, Pulse
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
+
+LAYOUT = KVLayout(64, "bfloat16", (Region(0, "key", 128), Region(0, "value", 128)))
+TWO = Parallelism(tp=2, dp=2)
+
+
+def plan(**changes: Any) -> InstancePlan:
+    fields: dict[str, Any] = {
+        "cluster": "c",
+        "instance": "c-prefill-0",
+        "role": Role.PREFILL,
+        "parallel": TWO,
+        "allocation": "Early",
+        "fingerprint": "f",
+        "http": RankAddress("127.64.0.1", 8998),
+        "control_port": 9000,
+        "session": "s",
+    }
+    return InstancePlan(**(fields | changes))
+
+
+def hello(dp: int = 0, **changes: Any) -> EngineHello:
+    fields: dict[str, Any] = {
+        "instance": "c-prefill-0",
+        "role": "prefill",
+        "coordinate": RankCoordinate(dp=dp),
+        "parallel": TWO,
+        "layout": LAYOUT,
+        "incarnation": "",
+        "session": f"engine-{dp}",
+        "http_port": 30000 + dp,
+        "fingerprint": "f",
+        "allocation": "Early",
+        "served_name": "tiny",
+        "max_context": 4096,
+        "page_count": 64,
+        "tokenizer_digest": "t",
+        "tokenizer_files": {"tokenizer.json": b"{}"},
+    }
+    return EngineHello(**(fields | changes))
+
+
+def instance(**changes: Any) -> InstanceNode:
+    return InstanceNode(plan(**changes), Limits())
+
+
+def test_the_first_rank_gets_a_minted_incarnation_and_the_others_the_same() -> None:
+    node = instance()
+
+    first = node.join(hello(0), minted="i-1", now=0.0)
+    second = node.join(hello(1), minted="i-2", now=0.0)
+    assert ("i-1", RankAddress("127.64.0.1", 9000), "") == (
+        first.incarnation,
+        first.address,
+        first.refused,
+    )
+    assert ("i-1", RankAddress("127.64.0.1", 9001)) == (second.incarnation, second.address)
+
+
+def test_a_restarted_sidecar_adopts_the_incarnation_of_its_living_ranks() -> None:
+    assert "old" == instance().join(hello(incarnation="old"), minted="i-1", now=0.0).incarnation
+
+
+def test_the_death_of_one_rank_ends_the_instance_for_good() -> None:
+    node = instance()
+    node.join(hello(0), minted="i-1", now=0.0)
+    node.join(hello(1), minted="i-2", now=0.0)
+
+    assert "i-1" == node.lose(RankCoordinate(dp=1))
+    assert {} == node.members
+    assert "" == node.lose(RankCoordinate(dp=0))
+    assert "i-3" == node.join(hello(0, incarnation="i-1"), minted="i-3", now=0.0).incarnation
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"instance": "x"}, "instance is 'x'"),
+        ({"role": "decode"}, "role is 'decode'"),
+        ({"parallel": Parallelism()}, "parallel"),
+        ({"allocation": "PrefillComplete"}, "allocation"),
+        ({"fingerprint": "g"}, "fingerprint is 'g'; this sidecar serves 'f'"),
+        ({"coordinate": RankCoordinate(dp=2)}, r"coordinate.dp is 2; it must be in \[0, 1\]"),
+        ({"coordinate": RankCoordinate(tp=1)}, "coordinate.tp is 1"),
+        ({"coordinate": RankCoordinate(pp=-1)}, "coordinate.pp is -1"),
+    ],
+)
+def test_a_rank_that_does_not_fit_is_refused_by_what_differs(
+    changes: dict[str, Any], what: str
+) -> None:
+    answer = instance().join(hello(**changes), minted="i", now=0.0)
+
+    assert "" == answer.incarnation
+    with pytest.raises(AssertionError, match=what):
+        raise AssertionError(answer.refused)
+
+
+def test_ranks_of_different_layouts_do_not_make_an_instance() -> None:
+    node = instance()
+    node.join(hello(0), minted="i", now=0.0)
+    other = msgspec.structs.replace(LAYOUT, page_size=32)
+
+    assert "page_size" in node.join(hello(1, layout=other), minted="i", now=0.0).refused
+
+
+def test_without_a_planned_fingerprint_the_first_ranks_binds_the_others() -> None:
+    node = instance(fingerprint="")
+    node.join(hello(0, fingerprint="a"), minted="i", now=0.0)
+
+    assert "'a'" in node.join(hello(1, fingerprint="b"), minted="i", now=0.0).refused
+    assert "a" == node.card(0.0).fingerprint
+
+
+def test_it_is_ready_while_all_ranks_are_linked_and_move() -> None:
+    node = instance()
+    assert "0 of 2 ranks are linked" == node.unready(0.0)
+    for dp in (0, 1):
+        node.join(hello(dp), minted="i", now=0.0)
+        node.pulse(RankCoordinate(dp=dp), Pulse(1, Load()), 0.0)
+
+    assert "" == node.unready(1.0)
+    node.pulse(RankCoordinate(dp=0), Pulse(2, Load()), 1.5)
+    node.pulse(RankCoordinate(dp=1), Pulse(1, Load()), 1.5)
+    assert "the loop of rank (1, 0, 0, 0) has not moved for 2.0 s" == node.unready(2.0)
+
+
+def test_the_card_names_every_rank_and_where_it_is() -> None:
+    node = instance()
+    for dp in (1, 0):
+        node.join(hello(dp), minted="i", now=0.0)
+    card = node.card(0.0)
+
+    assert ["127.64.0.1:9000", "127.64.0.1:9001"] == [str(rank.address) for rank in card.ranks]
+    assert [30000, 30001] == [rank.http_port for rank in card.ranks]
+    assert ("i", "s", "tiny", True) == (
+        card.incarnation,
+        card.session,
+        card.served_name,
+        card.ready,
+    )
+
+
+def test_loads_are_one_per_dp_rank() -> None:
+    node = instance()
+    for dp in (0, 1):
+        node.join(hello(dp), minted="i", now=0.0)
+        node.pulse(RankCoordinate(dp=dp), Pulse(5, Load(pages_free=dp + 1)), 0.0)
+
+    assert [1, 2] == [load.pages_free for load in node.load_report(0.0).loads]
+    assert (5, 5) == node.loops()
+
+
+def test_the_tokenizer_is_kept_once() -> None:
+    node = instance()
+    node.join(hello(0), minted="i", now=0.0)
+
+    assert ("t", {"tokenizer.json": b"{}"}) == node.tokenizer
+    assert {} == node.members[RankCoordinate()].hello.tokenizer_files
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fingerprint": "g"}, Reason.FINGERPRINT_MISMATCH),
+        ({"cluster": "d"}, Reason.FINGERPRINT_MISMATCH),
+        ({"allocation": "PrefillComplete"}, Reason.POLICY_MISMATCH),
+        ({"layout": msgspec.structs.replace(LAYOUT, dtype="fp8")}, Reason.LAYOUT_MISMATCH),
+        ({"wire_min": 2, "wire_max": 3}, Reason.WIRE_ERROR),
+        ({"wire_min": 0, "wire_max": 0}, Reason.WIRE_ERROR),
+    ],
+)
+def test_a_pair_that_differs_is_refused_with_both_values(
+    changes: dict[str, Any], reason: Reason
+) -> None:
+    node = instance()
+    node.join(hello(), minted="i", now=0.0)
+    ours = node.card(0.0)
+    refusal = pairing_refusal(ours, msgspec.structs.replace(ours, **changes))
+
+    assert refusal is not None
+    assert reason is refusal[0]
+    assert "ours " in refusal[1]
+
+
+def test_equal_instances_may_pair() -> None:
+    node = instance()
+    node.join(hello(), minted="i", now=0.0)
+
+    assert pairing_refusal(node.card(0.0), node.card(0.0)) is None
