@@ -6,11 +6,11 @@ Left out are the apt line and the clone, whose form `tests/unit/test_readme.py` 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -21,23 +21,18 @@ from pathlib import Path
 
 import pytest
 
-from support.guards import ROOT
+from support.guards import COMPONENTS, ROOT
 from support.readme import commands
 
 FORM_ONLY = ("sudo apt-get", "git clone", "cd ", "make test")
 FOREGROUND = "make up"
 DETACHED = "--detach"
+OFFLINE = ("plan", "size")
 READY = "http://127.0.0.1:8000/ready"
 STARTUP_SECONDS = 240.0
 STOP_SECONDS = 10.0
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        importlib.util.find_spec("pdctl.__main__") is None, reason="pdctl does not exist yet"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(command: str) -> str:
@@ -48,6 +43,7 @@ def run(command: str) -> str:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in COMPONENTS)},
         capture_output=True,
         text=True,
         timeout=600,
@@ -96,6 +92,18 @@ def foreground(output: Path) -> Iterator[None]:
     assert not router_answers(), "the router still answers after Ctrl-C"
 
 
+def test_plans_and_sizes_need_nothing_running() -> None:
+    steps = [line.split() for line in commands(ROOT / "README.md")]
+    offline = [words for words in steps if words[1:2] and words[1] in OFFLINE]
+
+    assert {*OFFLINE} == {words[1] for words in offline}
+    for words in offline:
+        assert run(" ".join([f"{sys.executable} -m pdctl", *words[1:]]))
+
+
+@pytest.mark.skipif(
+    not (ROOT / "bench" / "run.py").is_file(), reason="`make bench` does not exist yet"
+)
 def test_every_command_of_the_readme_works(tmp_path: Path) -> None:
     steps = [line for line in commands(ROOT / "README.md") if not line.startswith(FORM_ONLY)]
     start = steps.index(FOREGROUND)
