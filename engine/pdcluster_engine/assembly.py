@@ -28,7 +28,7 @@ from pdcluster_protocol.ids import Role
 from pdcluster_protocol.ledger import NodeSetup
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import EngineHello
-from pdcluster_protocol.nodes import DecodeNode, PrefillNode
+from pdcluster_protocol.nodes import decode_node, prefill_node
 from pdcluster_protocol.topology import RankCoordinate
 
 
@@ -42,7 +42,7 @@ class Assembly(msgspec.Struct, frozen=True):
     arena: Arena
 
 
-def assemble(config: EngineConfig, model: LoadedModel) -> Assembly:
+def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) -> Assembly:
     """Reserve the memory and wire the parts.
 
     Raises:
@@ -67,8 +67,8 @@ def assemble(config: EngineConfig, model: LoadedModel) -> Assembly:
         verify=config.checksum != "Off",
         scatter_seed=config.scatter_seed,
     )
-    node: Node = PrefillNode(setup) if config.role is Role.PREFILL else DecodeNode(setup)
-    inbox, telemetry = Inbox(), Telemetry()
+    node: Node = prefill_node(setup) if config.role is Role.PREFILL else decode_node(setup)
+    inbox = Inbox()
     compute = ModelThread(
         model.runner,
         model.tokenizer,

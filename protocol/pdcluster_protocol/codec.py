@@ -24,10 +24,10 @@ MessageT = TypeVar("MessageT")
 class Codec(Generic[MessageT]):
     """One tagged union as msgpack."""
 
-    __slots__ = ("_decoder", "_encoder", "_bytes_max")
+    __slots__ = ("_bytes_max", "_decoder", "_encoder")
 
     def __init__(self, union: object, *, bytes_max: int = FRAME_BYTES_MAX) -> None:
-        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(union)  # type: ignore[call-overload]  # a union is no type[T]
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(union)
         self._encoder = msgspec.msgpack.Encoder()
         self._bytes_max = bytes_max
 

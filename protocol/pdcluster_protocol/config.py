@@ -1,4 +1,4 @@
-"""The configuration files of sidecar, router and engine: strict structs, since operator and `pdctl` write them.
+"""The configuration files of sidecar, router and engine, which operator and `pdctl` write.
 
 A file is JSON of one of these structs; unknown keys are refused by name. Secrets are never in a
 file: `keys_folder` is a path to a folder with one file per key id.

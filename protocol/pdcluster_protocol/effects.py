@@ -6,8 +6,6 @@ never retried by the executor: deadlines and repetition are the core's.
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 from pdcluster_protocol.errors import Reason
@@ -64,8 +62,10 @@ class StopCompute(msgspec.Struct, frozen=True):
 
 
 class Write(msgspec.Struct, frozen=True):
-    """Write `nbytes` from our arena to an absolute address at `target`; answered by `OperationDone`
-    with the digest of the source bytes."""
+    """Write `nbytes` from our arena to an absolute address at `target`.
+
+    Answered by `OperationDone` with the digest of the source bytes.
+    """
 
     operation: int
     target: str
@@ -108,8 +108,10 @@ class ConcludeLeg(msgspec.Struct, frozen=True):
 
 
 class Fence(msgspec.Struct, frozen=True):
-    """Destroy the mapping through which writes could land; answered by `TransportLost` and
-    `TransportReady`."""
+    """Destroy the mapping through which writes could land.
+
+    Answered by `TransportLost` and `TransportReady`.
+    """
 
     cause: str
     pages: int
@@ -129,19 +131,19 @@ class CountBytes(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-Effect = Union[
-    ResolvePeer,
-    Send,
-    StartPrefill,
-    StartDecode,
-    StartAlone,
-    StopCompute,
-    Write,
-    VerifyRun,
-    ReadMetadata,
-    ClearMetadata,
-    ConcludeLeg,
-    Fence,
-    Count,
-    CountBytes,
-]
+Effect = (
+    ResolvePeer
+    | Send
+    | StartPrefill
+    | StartDecode
+    | StartAlone
+    | StopCompute
+    | Write
+    | VerifyRun
+    | ReadMetadata
+    | ClearMetadata
+    | ConcludeLeg
+    | Fence
+    | Count
+    | CountBytes
+)

@@ -106,6 +106,14 @@ HTTP_STATUS: dict[Reason, int] = {
 """The HTTP status of each reason; what is not listed is 500."""
 
 
+def parse_reason(word: str) -> Reason:
+    """A peer's word for a reason; what is no reason of ours is `PeerFailed`."""
+    try:
+        return Reason(word)
+    except ValueError:
+        return Reason.PEER_FAILED
+
+
 class PDClusterError(Exception):
     """The root: every error has a reason and a detail that names field, value and fix."""
 

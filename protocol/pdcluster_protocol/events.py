@@ -6,8 +6,6 @@ with the time. Peer input arrives as `MessageArrived`; it may be anything and ne
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 from pdcluster_protocol.errors import Reason
@@ -105,7 +103,7 @@ class PromptComputed(msgspec.Struct, frozen=True):
 
 
 class ComputeStopped(msgspec.Struct, frozen=True):
-    """The model side has let go of this key's pages, after `StopCompute` or a failure of its own."""
+    """The model side has let go of this key's pages, as asked or by a failure of its own."""
 
     key: Key
     reason: Reason | None = None
@@ -148,21 +146,21 @@ class Tick(msgspec.Struct, frozen=True):
     """A deadline came due."""
 
 
-Event = Union[
-    Joined,
-    TransportReady,
-    TransportLost,
-    LegArrived,
-    LegCancelled,
-    PeerResolved,
-    MessageArrived,
-    PeerStateChanged,
-    RowsWritten,
-    PromptComputed,
-    ComputeStopped,
-    OperationDone,
-    MetadataRead,
-    DecodeFinished,
-    Drained,
-    Tick,
-]
+Event = (
+    Joined
+    | TransportReady
+    | TransportLost
+    | LegArrived
+    | LegCancelled
+    | PeerResolved
+    | MessageArrived
+    | PeerStateChanged
+    | RowsWritten
+    | PromptComputed
+    | ComputeStopped
+    | OperationDone
+    | MetadataRead
+    | DecodeFinished
+    | Drained
+    | Tick
+)

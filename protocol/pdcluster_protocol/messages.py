@@ -15,7 +15,6 @@ pages instead of 1.3 ms as a list.
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
-from typing import Union
 
 import msgspec
 
@@ -164,10 +163,14 @@ class Status(msgspec.Struct, frozen=True, tag="PD_STATUS"):
     # ours, in the trailer
     runs: int = 0
     """With `SUCCESS`: how many runs this rank has announced in all."""
+    drained: bool = True
+    """False: an earlier write of this key ended without proof; decode must fence before re-use."""
     prompt_tokens: int = 0
     prompt_digest: str = ""
     reason: str = ""
     detail: str = ""
+    reply_to: RankAddress | None = None
+    """Where `Concluded` is to be sent; a plain SGLang peer names none and expects none."""
 
 
 class Concluded(msgspec.Struct, frozen=True, tag="PD_CONCLUDED"):
@@ -187,18 +190,18 @@ class AuxData(msgspec.Struct, frozen=True, tag="PD_AUX"):
     row: bytes
 
 
-NodeMessage = Union[
-    RegisterKVArgs,
-    TransferMetadata,
-    Bootstrap,
-    Abort,
-    AbortAck,
-    Accepted,
-    RunsLanded,
-    Status,
-    Concluded,
-    AuxData,
-]
+NodeMessage = (
+    RegisterKVArgs
+    | TransferMetadata
+    | Bootstrap
+    | Abort
+    | AbortAck
+    | Accepted
+    | RunsLanded
+    | Status
+    | Concluded
+    | AuxData
+)
 
 
 # --- instances ----------------------------------------------------------------------------------
@@ -367,10 +370,8 @@ class Drain(msgspec.Struct, frozen=True, tag="PD_DRAIN"):
     reason: Reason
 
 
-EngineToSidecar = Union[EngineHello, Resolve, Outbound, Pulse, DumpAnswered]
-SidecarToEngine = Union[
-    HelloAnswer, Resolved, Inbound, PeerChanged, CancelLeg, DumpRequested, Drain
-]
+EngineToSidecar = EngineHello | Resolve | Outbound | Pulse | DumpAnswered
+SidecarToEngine = HelloAnswer | Resolved | Inbound | PeerChanged | CancelLeg | DumpRequested | Drain
 
 
 # --- sidecar to sidecar -------------------------------------------------------------------------
@@ -391,7 +392,7 @@ class InstanceDied(msgspec.Struct, frozen=True, tag="PD_DIED"):
     detail: str = ""
 
 
-SidecarMessage = Union[Ping, InstanceDied]
+SidecarMessage = Ping | InstanceDied
 
 
 # --- router and sidecar, over HTTP --------------------------------------------------------------

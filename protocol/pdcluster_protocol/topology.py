@@ -1,4 +1,4 @@
-"""Ranks: how many an instance has, how they are numbered, and which prefill ranks serve a decode rank.
+"""Ranks: how many an instance has and how they are numbered.
 
 As in SGLang, `tp` counts all ranks of one pipeline stage and `dp > 1` means data-parallel attention
 inside it: attention TP = tp / dp / cp. One function maps ranks; registration, look-up, sender,
@@ -24,7 +24,9 @@ class Parallelism(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "pp", "cp", "ep"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"parallel.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(
+                    f"parallel.{name} is {getattr(self, name)}; it must be at least 1"
+                )
         if self.tp % (self.dp * self.cp) != 0:
             raise ConfigError(
                 f"parallel.tp is {self.tp}; it must be a multiple of parallel.dp * parallel.cp"

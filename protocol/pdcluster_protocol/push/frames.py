@@ -267,7 +267,13 @@ def _decode_status(content: Sequence[bytes], trailer: Trailer | None) -> Status:
         prompt_digest=extra.text("prompt_digest"),
         reason=extra.text("reason"),
         detail=extra.text("detail"),
+        reply_to=_reply_to(extra),
     )
+
+
+def _reply_to(extra: Extra) -> RankAddress | None:
+    host, port = extra.text("reply_host"), extra.number("reply_port")
+    return RankAddress(host, port) if host and port else None
 
 
 def _decode_aux(content: Sequence[bytes], trailer: Trailer | None) -> AuxData:
@@ -319,6 +325,9 @@ def _extra(message: Message) -> dict[str, bool | int | str]:
             names = ("prompt_tokens", "prompt_digest", "epoch")
         case Status():
             names = ("runs", "drained", "prompt_tokens", "prompt_digest", "reason", "detail")
+            if message.reply_to is not None:
+                address = {"reply_host": message.reply_to.host, "reply_port": message.reply_to.port}
+                return {**{name: getattr(message, name) for name in names}, **address}
         case AbortAck():
             names = ("drained",)
         case _:

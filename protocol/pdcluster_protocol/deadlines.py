@@ -1,0 +1,54 @@
+"""Named deadlines: set, cleared and collected; the earliest one is the node's next wake-up."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Generic, TypeVar
+
+NameT = TypeVar("NameT")
+
+
+class Deadlines(Generic[NameT]):
+    """A heap with lazy deletion: the dictionary is the truth, the heap only an order."""
+
+    __slots__ = ("_count", "_heap", "_when")
+
+    def __init__(self) -> None:
+        self._when: dict[NameT, float] = {}
+        self._heap: list[tuple[float, int, NameT]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._when)
+
+    def set(self, name: NameT, when: float) -> None:
+        """Set or move a deadline."""
+        self._when[name] = when
+        self._count += 1
+        heapq.heappush(self._heap, (when, self._count, name))
+        if len(self._heap) > 64 + 4 * len(self._when):
+            self._heap = [(at, i, key) for i, (key, at) in enumerate(self._when.items())]
+            heapq.heapify(self._heap)
+            self._count = len(self._heap)
+
+    def clear(self, name: NameT) -> None:
+        """Forget a deadline; unknown names are fine."""
+        self._when.pop(name, None)
+
+    def next(self) -> float | None:
+        """The earliest deadline."""
+        while self._heap:
+            when, _, name = self._heap[0]
+            if self._when.get(name) == when:
+                return when
+            heapq.heappop(self._heap)
+        return None
+
+    def due(self, now: float) -> list[NameT]:
+        """Take out all deadlines at or before `now`, earliest first."""
+        names = []
+        while (when := self.next()) is not None and when <= now:
+            name = heapq.heappop(self._heap)[2]
+            del self._when[name]
+            names.append(name)
+        return names

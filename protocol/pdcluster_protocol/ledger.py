@@ -1,0 +1,198 @@
+"""What all machines of one node share: pages, slots, clocks, stories, tombstones, and the outbox.
+
+One node, one ledger, one owner thread. Machines never keep a resource of their own: they ask the
+ledger, so that `invariants.check` can count everything in one place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from pdcluster_protocol.admission import AdmissionQueue
+from pdcluster_protocol.deadlines import Deadlines
+from pdcluster_protocol.effects import Count, Effect, Send
+from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.ids import Key, RankAddress, attempt_milliseconds
+from pdcluster_protocol.layout import KVLayout
+from pdcluster_protocol.limits import Limits, Timeouts
+from pdcluster_protocol.messages import NodeMessage
+from pdcluster_protocol.pages import PagePool
+from pdcluster_protocol.story import Stories, Transition
+from pdcluster_protocol.table import Table
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
+
+
+class Clock(StrEnum):
+    """The separate clocks of a room; the error names the one that ran out."""
+
+    BOOTSTRAP = "bootstrap"
+    STALL = "stall"
+    TOTAL = "total"
+    REPEAT = "repeat"
+    ABORT = "abort"
+    RETARGET = "retarget"
+    FAREWELL = "farewell"
+    EARLY = "early"
+
+
+class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node is made of; nothing here changes while it lives."""
+
+    layout: KVLayout
+    page_count: int
+    metadata_offset: int
+    """Where the metadata buffers begin in the arena."""
+    metadata_buffers: tuple[tuple[int, int], ...]
+    """(offset in the arena, bytes of one slot's row) per buffer, in SGLang's order."""
+    slot_count: int
+    parallel: Parallelism
+    coordinate: RankCoordinate
+    timeouts: Timeouts
+    limits: Limits
+    verify: bool = True
+    scatter_seed: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's unique number inside its DP rank."""
+        return self.coordinate.unique_rank(self.parallel)
+
+
+class Tombstone(msgspec.Struct, frozen=True):
+    """How a concluded key ended, for those who ask late."""
+
+    status: int
+    reason: str
+    drained: bool
+    expires_at: float
+
+
+StateT = TypeVar("StateT", bound=StrEnum)
+TriggerT = TypeVar("TriggerT", bound=StrEnum)
+
+
+class RoomLike(Protocol[StateT]):
+    """What `Ledger.advance` needs of a room."""
+
+    key: Key
+    state: StateT
+
+
+class Ledger:
+    """Shared state of one node."""
+
+    def __init__(self, setup: NodeSetup) -> None:
+        limits = setup.limits
+        self.setup = setup
+        self.pool = PagePool(setup.page_count, scatter_seed=setup.scatter_seed)
+        self.slots = PagePool(setup.slot_count)
+        self.queue = AdmissionQueue(self.pool, self.slots)
+        self.stories = Stories(keys_max=limits.stories_max, length_max=limits.story_length_max)
+        self.deadlines: Deadlines[tuple[Clock, Key]] = Deadlines()
+        self.now = 0.0
+        self.incarnation = ""
+        self.address: RankAddress | None = None
+        self.session: str | None = None
+        self.base_address = 0
+        self.draining: Reason | None = None
+        self.fencing = False
+        """A fence was asked for and the new session is not there yet."""
+        self._effects: list[Effect] = []
+        self._operations = 0
+        self._newest_milliseconds = 0
+        self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
+
+    # --- outbox ---
+
+    def emit(self, effect: Effect) -> None:
+        """Add an effect to the answer of this `handle`."""
+        self._effects.append(effect)
+
+    def send(self, to: RankAddress, message: NodeMessage) -> None:
+        """Add a message to a peer's rank."""
+        self._effects.append(Send(to, message))
+
+    def count(self, what: str) -> None:
+        """Note a message that is normal but useless."""
+        self._effects.append(Count(what))
+
+    def take_effects(self) -> list[Effect]:
+        """The effects since the last call."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def next_operation(self) -> int:
+        """A fresh number for a write or a verification."""
+        self._operations += 1
+        return self._operations
+
+    # --- stories and clocks ---
+
+    def advance(
+        self,
+        table: Table[StateT, TriggerT],
+        room: RoomLike[StateT],
+        trigger: TriggerT,
+        detail: str = "",
+    ) -> None:
+        """Move a room along its table and write the step into its story."""
+        before = room.state
+        room.state = table.advance(before, trigger)
+        self.stories.add(
+            room.key,
+            Transition(self.now, table.name, before, trigger, room.state, detail),
+        )
+
+    def set_clock(self, clock: Clock, key: Key, seconds: float) -> None:
+        """Start or move a clock of a key."""
+        self.deadlines.set((clock, key), self.now + seconds)
+
+    def stop_clocks(self, key: Key, clocks: Iterable[Clock] = tuple(Clock)) -> None:
+        """Stop clocks of a key."""
+        for clock in clocks:
+            self.deadlines.clear((clock, key))
+
+    # --- identity over time ---
+
+    def saw_attempt(self, key: Key) -> None:
+        """Move the watermark: the newest attempt seen."""
+        self._newest_milliseconds = max(
+            self._newest_milliseconds, attempt_milliseconds(key.attempt)
+        )
+
+    def is_stale(self, key: Key) -> bool:
+        """Whether a key is older than anything that can still be alive."""
+        if key.attempt == 0:
+            return False
+        timeouts, limits = self.setup.timeouts, self.setup.limits
+        span = timeouts.bootstrap_seconds + timeouts.transfer_seconds + limits.clock_skew_seconds
+        return attempt_milliseconds(key.attempt) < self._newest_milliseconds - span * 1000
+
+    def bury(self, key: Key, status: int, *, reason: str = "", drained: bool = True) -> None:
+        """Remember how a key ended; oldest out first."""
+        timeouts = self.setup.timeouts
+        life = timeouts.bootstrap_seconds + timeouts.transfer_seconds
+        self._tombstones[key] = Tombstone(status, reason, drained, self.now + life)
+        self._tombstones.move_to_end(key)
+        while self._tombstones:
+            oldest = next(iter(self._tombstones.values()))
+            if (
+                len(self._tombstones) <= self.setup.limits.tombstones_max
+                and oldest.expires_at > self.now
+            ):
+                break
+            self._tombstones.popitem(last=False)
+
+    def tombstone(self, key: Key) -> Tombstone | None:
+        """How a key ended, if it is still remembered."""
+        return self._tombstones.get(key)
+
+    @property
+    def tombstone_count(self) -> int:
+        """Bounded by `limits.tombstones_max`."""
+        return len(self._tombstones)

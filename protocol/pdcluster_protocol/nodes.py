@@ -1,0 +1,296 @@
+"""The participants of a dialect: one node per rank, `handle(event, now) → effects`.
+
+`prefill_node` and `decode_node` make the two nodes of the push dialect. A node routes each event
+to the machine it concerns, then lets waiting requests have what was freed, then considers a fence.
+It never blocks and a peer's fault never raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from pdcluster_protocol.admission import Grant
+from pdcluster_protocol.alone import AloneRooms
+from pdcluster_protocol.effects import ConcludeLeg, Effect
+from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.events import (
+    ComputeStopped,
+    DecodeFinished,
+    Drained,
+    Event,
+    Joined,
+    LegArrived,
+    LegCancelled,
+    MessageArrived,
+    PeerStateChanged,
+    Tick,
+    TransportLost,
+    TransportReady,
+)
+from pdcluster_protocol.fencing import Fencing
+from pdcluster_protocol.ids import Key
+from pdcluster_protocol.ledger import Clock, Ledger, NodeSetup
+from pdcluster_protocol.messages import Load, NodeMessage, PeerState
+from pdcluster_protocol.push.decode_rooms import DecodeRooms
+from pdcluster_protocol.push.prefill_rooms import PrefillRooms
+from pdcluster_protocol.story import Transition
+
+
+class RoomView(Protocol):
+    """What dumps and invariants see of any room."""
+
+    key: Key
+    leg: LegArrived
+
+    @property
+    def state(self) -> str:
+        """The name of its state."""
+
+
+class Side(Protocol):
+    """The rooms of one role: what a node needs of `PrefillRooms` and `DecodeRooms`."""
+
+    def leg_arrived(self, leg: LegArrived) -> None:
+        """A leg that the node has let in."""
+
+    def cancel(self, key: Key, reason: Reason, detail: str) -> None:
+        """End a room from its HTTP side; unknown keys are ignored."""
+
+    def message(self, message: NodeMessage, incarnation: str) -> None:
+        """A peer's message."""
+
+    def local(self, event: Event) -> None:
+        """What the model, the transport's operations or the sidecar answered."""
+
+    def granted(self, grant: Grant) -> None:
+        """Pages for a room that waited."""
+
+    def due(self, clock: Clock, key: Key) -> None:
+        """A clock ran out."""
+
+    def transport_lost(self) -> None:
+        """The transport is gone."""
+
+    def transport_ready(self) -> None:
+        """A new transport session."""
+
+    def peer_died(self, incarnation: str, detail: str) -> None:
+        """A peer instance is gone."""
+
+    def views(self) -> Sequence[RoomView]:
+        """Open rooms."""
+
+    def knows_room(self, room: int) -> bool:
+        """Whether a room with this number is open."""
+
+    def writable_count(self) -> int:
+        """Rooms whose pages a peer may be writing now: a fence would delay them."""
+
+    def waiting_count(self) -> int:
+        """Entries outside rooms: early metadata, farewells."""
+
+
+class NodeStatistics(msgspec.Struct, frozen=True):
+    """A snapshot for metrics and dumps."""
+
+    load: Load
+    rooms_by_state: dict[str, int]
+    slots_free: int
+    waiting: int
+    tombstones: int
+    deadlines: int
+
+
+class Node:
+    """One rank of one role."""
+
+    __slots__ = ("alone", "fencing", "ledger", "side")
+
+    def __init__(self, setup: NodeSetup, side: Callable[[Ledger], Side]) -> None:
+        self.ledger = Ledger(setup)
+        self.alone = AloneRooms(self.ledger)
+        self.fencing = Fencing(self.ledger)
+        self.side = side(self.ledger)
+
+    # --- the interface ---
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at a time `now` (monotonic seconds); return what to do."""
+        self.ledger.now = now
+        self._route(event)
+        if self.ledger.session is not None and not self.ledger.fencing:
+            while (grant := self.ledger.queue.admit()) is not None:
+                self._granted(grant)
+        self.fencing.consider(bystanders=self.side.writable_count())
+        return self.ledger.take_effects()
+
+    def deadline(self) -> float | None:
+        """The latest time for the next `handle(Tick(), now)`."""
+        return self.ledger.deadlines.next()
+
+    def load(self) -> Load:
+        """Free pages, open rooms, queue: what a router chooses by."""
+        pool = self.ledger.pool
+        return Load(
+            pages_free=pool.free_count,
+            pages_total=pool.size,
+            pages_quarantined=pool.quarantined_count,
+            rooms_open=len(self.views()),
+            queued=len(self.ledger.queue),
+        )
+
+    def open_keys(self) -> tuple[Key, ...]:
+        """Rooms that are not concluded, for the snapshot to a restarted sidecar."""
+        return tuple(room.key for room in self.side.views())
+
+    def knows_room(self, room: int) -> bool:
+        """Whether a room with this number is open."""
+        return self.side.knows_room(room)
+
+    def story(self, key: Key) -> tuple[Transition, ...]:
+        """What happened to this attempt."""
+        return self.ledger.stories.of(key)
+
+    def views(self) -> list[RoomView]:
+        """Every open room, those without a peer included."""
+        return [*self.side.views(), *self.alone.rooms.values()]
+
+    def statistics(self) -> NodeStatistics:
+        """A snapshot."""
+        return NodeStatistics(
+            load=self.load(),
+            rooms_by_state=dict(Counter(str(view.state) for view in self.views())),
+            slots_free=self.ledger.slots.free_count,
+            waiting=self.side.waiting_count(),
+            tombstones=self.ledger.tombstone_count,
+            deadlines=len(self.ledger.deadlines),
+        )
+
+    def dump(self) -> dict[str, object]:
+        """Rooms, pages and stories, for people."""
+        pool = self.ledger.pool
+        return {
+            "incarnation": self.ledger.incarnation,
+            "address": str(self.ledger.address),
+            "transport_session": self.ledger.session or "",
+            "pages": {
+                "free": pool.free_count,
+                "owned": pool.owned_count,
+                "quarantined": pool.quarantined_count,
+            },
+            "slots_free": self.ledger.slots.free_count,
+            "queued": len(self.ledger.queue),
+            "rooms": [self._describe(view) for view in self.views()],
+        }
+
+    # --- inside ---
+
+    def _describe(self, view: RoomView) -> dict[str, object]:
+        return {
+            "room": view.key.room,
+            "attempt": view.key.attempt,
+            "rid": view.leg.rid,
+            "state": str(view.state),
+            "prompt_tokens": view.leg.prompt_tokens,
+            "story": [str(step) for step in self.story(view.key)],
+        }
+
+    def _granted(self, grant: Grant) -> None:
+        if grant.key in self.alone.rooms:
+            self.alone.granted(grant)
+        else:
+            self.side.granted(grant)
+
+    def _route(self, event: Event) -> None:
+        match event:
+            case LegArrived():
+                self._leg(event)
+            case LegCancelled():
+                self.side.cancel(event.key, event.reason, event.detail)
+                self.alone.cancel(event.key, event.reason, event.detail)
+            case MessageArrived():
+                self.side.message(event.message, event.incarnation)
+            case DecodeFinished():
+                self.side.local(event)
+                self.alone.finished(event.key)
+            case ComputeStopped():
+                self.side.local(event)
+                self.alone.stopped(event.key, event.reason, event.detail)
+            case Tick():
+                for clock, key in self.ledger.deadlines.due(self.ledger.now):
+                    self.side.due(clock, key)
+                    self.alone.due(clock, key)
+            case _:
+                self._surroundings(event)
+
+    def _surroundings(self, event: Event) -> None:
+        ledger = self.ledger
+        match event:
+            case Joined():
+                ledger.incarnation, ledger.address = event.incarnation, event.address
+            case Drained():
+                ledger.draining = event.reason
+            case TransportReady():
+                ledger.session, ledger.base_address = event.session, event.base_address
+                ledger.fencing = False
+                self.side.transport_ready()
+            case TransportLost():
+                ledger.session = None
+                self.side.transport_lost()
+            case PeerStateChanged():
+                if event.state is PeerState.DEAD:
+                    self.side.peer_died(event.incarnation, event.detail)
+            case _:
+                self.side.local(event)
+
+    def _leg(self, leg: LegArrived) -> None:
+        refusal = self._refusal(leg)
+        if refusal is not None:
+            self.ledger.emit(ConcludeLeg(leg.key, *refusal))
+        elif leg.bootstrap is None:
+            self.alone.leg_arrived(leg)
+        else:
+            self.ledger.saw_attempt(leg.key)
+            self.side.leg_arrived(leg)
+
+    def _refusal(self, leg: LegArrived) -> tuple[Reason, str] | None:
+        """Why a leg cannot be taken, found before anything is queued."""
+        ledger = self.ledger
+        if ledger.draining is not None:
+            return ledger.draining, "this engine takes nothing new"
+        too_large = self._too_large(leg)
+        if too_large:
+            return Reason.TOO_LARGE, too_large
+        if len(self.views()) >= ledger.setup.limits.rooms_max:
+            return Reason.OVERLOADED, f"{ledger.setup.limits.rooms_max} rooms are open"
+        if leg.bootstrap is None:
+            return None
+        if leg.attempt_known and ledger.is_stale(leg.key):
+            return Reason.STALE_ATTEMPT, "the attempt is older than any that can be alive"
+        if ledger.tombstone(leg.key) is not None:
+            return Reason.ABORTED, "the request was cancelled before its leg arrived"
+        if self.knows_room(leg.key.room):
+            return Reason.ROOM_IN_USE, f"room {leg.key.room} is live here"
+        return None
+
+    def _too_large(self, leg: LegArrived) -> str:
+        setup = self.ledger.setup
+        tokens = leg.prompt_tokens + leg.output_tokens_max
+        if setup.layout.pages_for(tokens) <= setup.page_count:
+            return ""
+        capacity = setup.page_count * setup.layout.page_size
+        return f"prompt and answer need {tokens} tokens of KV, the pool holds {capacity}"
+
+
+def prefill_node(setup: NodeSetup) -> Node:
+    """The prefill side of one rank, push dialect."""
+    return Node(setup, PrefillRooms)
+
+
+def decode_node(setup: NodeSetup) -> Node:
+    """The decode side of one rank, push dialect."""
+    return Node(setup, DecodeRooms)

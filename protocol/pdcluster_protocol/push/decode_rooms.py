@@ -1,0 +1,386 @@
+"""All decode rooms of one rank: events in, effects through the ledger.
+
+A room resolves its prefill instance, reserves and locks pages and a slot, sends their numbers,
+verifies what lands, hands over to the model, and releases. Whatever ends it while prefill may still
+write sends its pages to quarantine and an ABORT to every rank that was given addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdcluster_protocol.admission import Grant, Need
+from pdcluster_protocol.effects import (
+    ClearMetadata,
+    ConcludeLeg,
+    ReadMetadata,
+    ResolvePeer,
+    StartDecode,
+)
+from pdcluster_protocol.errors import Reason, parse_reason
+from pdcluster_protocol.events import (
+    ComputeStopped,
+    DecodeFinished,
+    Event,
+    LegArrived,
+    MetadataRead,
+    OperationDone,
+    PeerResolved,
+)
+from pdcluster_protocol.ids import Key
+from pdcluster_protocol.ledger import Clock, Ledger
+from pdcluster_protocol.messages import (
+    AbortAck,
+    Accepted,
+    Concluded,
+    KVPoll,
+    NodeMessage,
+    RunsLanded,
+    Status,
+)
+from pdcluster_protocol.push.aborts import Aborts
+from pdcluster_protocol.push.decode_ends import DecodeEnds
+from pdcluster_protocol.push.decode_room import WRITABLE, DecodeRoom
+from pdcluster_protocol.push.landing import Landing
+from pdcluster_protocol.push.publishing import Publishing
+from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
+
+
+class DecodeRooms:
+    """The table of decode rooms; `nodes.DecodeNode` routes events here."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.rooms: dict[int, DecodeRoom] = {}
+        self._verifications: dict[int, Key] = {}
+        self.publishing = Publishing(ledger)
+        self.aborts = Aborts(ledger)
+        self._ends = DecodeEnds(ledger, self.rooms, self.aborts)
+
+    # --- what the node sees ---
+
+    def views(self) -> Sequence[DecodeRoom]:
+        """Open rooms."""
+        return tuple(self.rooms.values())
+
+    def knows_room(self, room: int) -> bool:
+        """Whether a room with this number is open."""
+        return room in self.rooms
+
+    def writable_count(self) -> int:
+        """Rooms whose pages prefill may be writing now."""
+        return sum(room.state in WRITABLE for room in self.rooms.values())
+
+    def waiting_count(self) -> int:
+        """Decode keeps nothing outside its rooms."""
+        return 0
+
+    def message(self, message: NodeMessage, incarnation: str) -> None:
+        """A prefill rank's message."""
+        match message:
+            case Accepted():
+                self.accepted(message)
+            case RunsLanded():
+                self.runs_landed(message)
+            case Status():
+                self.status_arrived(message)
+            case AbortAck():
+                self.abort_acknowledged(message, incarnation)
+            case _:
+                self._ledger.count("message_for_the_other_role")
+
+    def local(self, event: Event) -> None:
+        """What sidecar, model and executor answered."""
+        match event:
+            case PeerResolved():
+                self.peer_resolved(event)
+            case OperationDone():
+                self.operation_done(event)
+            case MetadataRead():
+                self.metadata_read(event)
+            case DecodeFinished():
+                self.decode_finished(event.key)
+            case ComputeStopped():
+                self.compute_stopped(event.key, event.reason, event.detail)
+            case _:
+                self._ledger.count("event_for_the_other_role")
+
+    # --- legs ---
+
+    def leg_arrived(self, leg: LegArrived) -> None:
+        """A leg whose room, size and attempt were checked by the node."""
+        ledger = self._ledger
+        assert leg.bootstrap is not None
+        room = DecodeRoom(leg)
+        self.rooms[leg.key.room] = room
+        ledger.set_clock(Clock.BOOTSTRAP, room.key, ledger.setup.timeouts.bootstrap_seconds)
+        ledger.emit(ResolvePeer(leg.bootstrap))
+
+    def cancel(self, key: Key, reason: Reason, detail: str) -> None:
+        """The leg's HTTP side gave up."""
+        room = self._room(key)
+        if room is not None:
+            self._ends.fail(room, reason, detail)
+
+    def peer_resolved(self, event: PeerResolved) -> None:
+        """Who the prefill instance is; every room that asked goes on or ends."""
+        for room in list(self.rooms.values()):
+            if room.state is ReceiverState.RESOLVING and room.leg.bootstrap == event.bootstrap:
+                self._resolved(room, event)
+
+    def _resolved(self, room: DecodeRoom, event: PeerResolved) -> None:
+        if event.card is None:
+            self._ends.fail(room, event.reason or Reason.PEER_UNREACHABLE, event.detail)
+            return
+        card, ledger = event.card, self._ledger
+        dp_rank = room.leg.prefill_dp_rank
+        if dp_rank is None:
+            dp_rank = room.key.room % card.parallel.dp
+        room.card = card
+        room.ranks = tuple(rank for rank in card.ranks if rank.coordinate.dp == dp_rank)
+        if not room.ranks:
+            self._ends.fail(
+                room,
+                Reason.RANK_CONFLICT,
+                f"prefill {card.instance} has no DP rank {dp_rank}; it has {card.parallel.dp}",
+            )
+            return
+        ledger.advance(RECEIVER, room, ReceiverTrigger.PEER_KNOWN, card.instance)
+        tokens = room.leg.prompt_tokens + room.leg.output_tokens_max
+        ledger.queue.add(room.key, Need(ledger.setup.layout.pages_for(tokens), slot=True))
+
+    def granted(self, grant: Grant) -> None:
+        """Pages and slot are reserved and locked: now, and only now, say their numbers."""
+        room = self.rooms[grant.key.room]
+        ledger = self._ledger
+        timeouts = ledger.setup.timeouts
+        assert grant.slot is not None
+        room.pages, room.slot, room.epoch = grant.pages, grant.slot, ledger.pool.epoch
+        room.landing = Landing(
+            ledger,
+            pages=room.pages,
+            slot=room.slot,
+            prompt_tokens=room.leg.prompt_tokens,
+            ranks=frozenset(
+                rank.coordinate.unique_rank(room.card.parallel) for rank in room.ranks if room.card
+            ),
+        )
+        ledger.emit(ClearMetadata(room.slot))
+        ledger.advance(RECEIVER, room, ReceiverTrigger.ADMITTED, f"{len(room.pages)} pages")
+        ledger.stop_clocks(room.key, (Clock.BOOTSTRAP,))
+        ledger.set_clock(Clock.STALL, room.key, timeouts.stall_seconds)
+        ledger.set_clock(
+            Clock.TOTAL, room.key, room.leg.budget_seconds or timeouts.transfer_seconds
+        )
+        self.publishing.publish(room)
+
+    # --- prefill's messages ---
+
+    def accepted(self, message: Accepted) -> None:
+        """Prefill has the page numbers, or still has them: a sign of life."""
+        room = self._room(message.key)
+        if room is None or room.state not in WRITABLE:
+            self._ledger.count("accepted_unknown")
+            return
+        self._alive(room)
+
+    def runs_landed(self, message: RunsLanded) -> None:
+        """Runs were written: verify them."""
+        room = self._room(message.key)
+        if room is None or room.state not in WRITABLE or room.landing is None:
+            self._ledger.count("runs_unknown")
+            return
+        if message.epoch != room.epoch:
+            self._ledger.count("runs_stale")
+            return
+        self._alive(room)
+        fault = room.landing.announce(message)
+        self._verifications.update(dict.fromkeys(room.landing.operations(), room.key))
+        if fault:
+            self._ends.fail(room, Reason.WIRE_ERROR, fault)
+        else:
+            self._complete(room)
+
+    def status_arrived(self, status: Status) -> None:
+        """One rank's final word."""
+        ledger, key = self._ledger, status.key
+        room = self._room(key)
+        if room is None or room.state not in WRITABLE or room.landing is None:
+            self._answer_late(room, status)
+            return
+        if status.status == KVPoll.FAILED:
+            self._ends.fail(
+                room, parse_reason(status.reason), f"prefill: {status.detail or status.reason}"
+            )
+            self._answer_late(self._room(key), status)
+        elif status.status == KVPoll.SUCCESS:
+            ours = (room.leg.prompt_tokens, room.leg.prompt_digest)
+            if status.prompt_digest and (status.prompt_tokens, status.prompt_digest) != ours:
+                self._ends.fail(room, Reason.TOKEN_MISMATCH, "prefill computed other token ids")
+                return
+            self._alive(room)
+            room.landing.succeeded(status)
+            self._complete(room)
+        else:
+            ledger.count("status_unexpected")
+
+    def abort_acknowledged(self, ack: AbortAck, incarnation: str) -> None:
+        """A rank says that nothing of this key is written any more."""
+        room = self._room(ack.key)
+        if room is None or room.state is not ReceiverState.DRAINING:
+            self._ledger.count("abort_ack_unknown")
+            return
+        if self.aborts.acknowledged(room.key, ack, incarnation):
+            self._ends.proven(room)
+
+    # --- executor's answers ---
+
+    def operation_done(self, event: OperationDone) -> None:
+        """A verification ended; one that a dead room asked for means nothing."""
+        key = self._verifications.pop(event.operation, None)
+        room = None if key is None else self._room(key)
+        if room is None or room.landing is None or room.state not in WRITABLE:
+            self._ledger.count("operation_unknown")
+            return
+        if not event.ok:
+            self._ends.fail(room, Reason.TRANSFER_FAILED, f"verification failed: {event.detail}")
+            return
+        wrong = room.landing.verified(event.operation, event.digest)
+        if wrong is None:
+            self._complete(room)
+        else:
+            self._ends.fail(
+                room,
+                Reason.CHECKSUM_MISMATCH,
+                f"region {wrong.region} page {wrong.first_page}: {wrong.nbytes} bytes are not"
+                " what prefill wrote",
+            )
+
+    def metadata_read(self, event: MetadataRead) -> None:
+        """The room echo in the slot: the last check before the model may read."""
+        room = self._room(event.key)
+        if room is None or room.state is not ReceiverState.LANDED:
+            return
+        if event.room != room.key.room:
+            self._ends.fail(
+                room, Reason.METADATA_CORRUPT, f"the slot says room {event.room}, not ours"
+            )
+            return
+        ledger = self._ledger
+        ledger.stop_clocks(room.key)
+        ledger.advance(RECEIVER, room, ReceiverTrigger.ROOM_ECHOED)
+        for rank in room.ranks:
+            ledger.send(rank.address, Concluded(room.key, KVPoll.SUCCESS))
+        ledger.emit(StartDecode(room.key, room.pages, room.slot))
+
+    def decode_finished(self, key: Key) -> None:
+        """The last token is out."""
+        room = self._room(key)
+        if room is None:
+            return
+        if room.state is ReceiverState.RUNNING:
+            self._ledger.advance(RECEIVER, room, ReceiverTrigger.ANSWERED)
+            self._ledger.emit(ConcludeLeg(key, None))
+            self._ends.close(room, KVPoll.SUCCESS)
+        elif room.state is ReceiverState.STOPPING:
+            self.compute_stopped(key, None, "")
+
+    def compute_stopped(self, key: Key, reason: Reason | None, detail: str) -> None:
+        """The model let go of the pages, as asked or by its own failure."""
+        room = self._room(key)
+        if room is None:
+            return
+        if room.state is ReceiverState.RUNNING:
+            self._ends.fail(room, reason or Reason.MODEL_FAILED, detail, stop=False)
+        if room.state is ReceiverState.STOPPING:
+            self._ledger.advance(RECEIVER, room, ReceiverTrigger.MODEL_STOPPED)
+            self._ends.close(room, KVPoll.FAILED)
+
+    # --- transport and peers ---
+
+    def transport_lost(self) -> None:
+        """The mapping is gone, and with it every write that was under way: that is a fence."""
+        self._verifications.clear()
+        fenced = self._ledger.pool.absolve_fenced()
+        self._ledger.slots.absolve_fenced()
+        for key in fenced:
+            room = self._room(key)
+            if room is not None and room.state is ReceiverState.DRAINING:
+                self._ends.proven(room, "fenced")
+
+    def transport_ready(self) -> None:
+        """A new session: tell every prefill rank that may write, and verify again."""
+        self.publishing.forget_session()
+        for room in list(self.rooms.values()):
+            if room.state in WRITABLE and room.landing is not None:
+                self.publishing.publish(room)
+                room.landing.restart()
+                self._verifications.update(dict.fromkeys(room.landing.operations(), room.key))
+
+    def peer_died(self, incarnation: str, detail: str) -> None:
+        """A prefill instance is gone: what it wrote last may still land, so only a fence helps."""
+        for room in list(self.rooms.values()):
+            if room.card is None or room.card.incarnation != incarnation:
+                continue
+            if room.state is ReceiverState.DRAINING:
+                self.aborts.unprovable(room.key)
+            elif room.state in (*WRITABLE, ReceiverState.ADMITTING):
+                self._ends.fail(room, Reason.PEER_DIED, f"prefill died: {detail}", provable=False)
+
+    # --- clocks and ends ---
+
+    def due(self, clock: Clock, key: Key) -> None:
+        """A clock of a key ran out."""
+        room = self._room(key)
+        if room is None:
+            return
+        match clock:
+            case Clock.BOOTSTRAP:
+                waits = "prefill's address" if room.card is None else "free pages"
+                self._ends.fail(room, Reason.BOOTSTRAP_TIMEOUT, f"waited too long for {waits}")
+            case Clock.STALL:
+                self._ends.fail(room, Reason.STALLED, "prefill made no progress")
+            case Clock.TOTAL:
+                self._ends.fail(room, Reason.WAITING_TIMEOUT, "the transfer's budget ran out")
+            case Clock.ABORT:
+                self.aborts.unprovable(key)
+            case Clock.REPEAT if room.state is ReceiverState.DRAINING:
+                self.aborts.repeat(key)
+            case Clock.REPEAT if room.state in WRITABLE:
+                self.publishing.repeat(room)
+            case _:
+                pass
+
+    # --- inside ---
+
+    def _room(self, key: Key) -> DecodeRoom | None:
+        room = self.rooms.get(key.room)
+        return room if room is not None and room.key == key else None
+
+    def _alive(self, room: DecodeRoom) -> None:
+        self._ledger.set_clock(Clock.STALL, room.key, self._ledger.setup.timeouts.stall_seconds)
+        if room.state is ReceiverState.PUBLISHED:
+            self._ledger.advance(RECEIVER, room, ReceiverTrigger.PREFILL_ALIVE)
+
+    def _complete(self, room: DecodeRoom) -> None:
+        landing = room.landing
+        if room.state is not ReceiverState.TRANSFERRING or landing is None or not landing.complete:
+            return
+        fault = landing.coverage_fault()
+        if fault:
+            self._ends.fail(room, Reason.TRANSFER_FAILED, fault)
+            return
+        self._ledger.advance(RECEIVER, room, ReceiverTrigger.ALL_VERIFIED)
+        self._ledger.emit(ReadMetadata(room.key, room.slot))
+
+    def _answer_late(self, room: DecodeRoom | None, status: Status) -> None:
+        """A status that changes nothing here is still answered, or prefill repeats it."""
+        buried = self._ledger.tombstone(status.key)
+        if room is not None:
+            final = KVPoll.SUCCESS if room.state is ReceiverState.RUNNING else KVPoll.FAILED
+        else:
+            final = KVPoll(buried.status) if buried is not None else KVPoll.FAILED
+        self._ledger.count("status_late")
+        if status.reply_to is not None:
+            reason = buried.reason if buried is not None else ""
+            self._ledger.send(status.reply_to, Concluded(status.key, final, reason))

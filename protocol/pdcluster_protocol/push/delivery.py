@@ -1,0 +1,90 @@
+"""One destination of one prefill room: what is to be written there, is on its way, has landed.
+
+An operation that ended without success is *lost*, not stopped: it waits for a new session (the
+peer's memory was fenced and is mapped anew, or our own transfer process was replaced) and is then
+written again. `drained` stays False for a write of which nobody can say that it has stopped.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdcluster_protocol.ids import RankAddress
+from pdcluster_protocol.messages import Run
+from pdcluster_protocol.push.destinations import Destination
+from pdcluster_protocol.push.runs import PlannedRun, RunPlanner
+
+
+class Delivery(msgspec.Struct, kw_only=True):
+    """Mutable state of one destination; owned by its room."""
+
+    reply_to: RankAddress
+    incarnation: str
+    destination: Destination
+    pages: tuple[int, ...]
+    slot: int
+    epoch: int
+    planner: RunPlanner | None = None
+    outstanding: dict[int, PlannedRun] = {}
+    lost: list[PlannedRun] = []
+    """Ended without success; they wait for a new session."""
+    again: list[PlannedRun] = []
+    """To be written again under the present session."""
+    announced: list[Run] = []
+    fresh: list[Run] = []
+    """Landed but not yet announced."""
+    metadata_planned: bool = False
+    drained: bool = True
+    resubmits: int = 0
+
+    @property
+    def landed(self) -> bool:
+        """Whether everything, metadata rows included, has landed."""
+        return (
+            self.planner is not None
+            and self.planner.complete
+            and self.metadata_planned
+            and not (self.outstanding or self.lost or self.again)
+        )
+
+    @property
+    def kv_landed(self) -> bool:
+        """Whether every KV run has landed; the metadata rows are written after that."""
+        return (
+            self.planner is not None
+            and self.planner.complete
+            and not (self.outstanding or self.lost or self.again)
+        )
+
+    def lose_all(self) -> None:
+        """Our own transport is gone: what was outstanding may or may not have been written."""
+        if self.outstanding:
+            self.drained = False
+        self.lost.extend(self.outstanding.values())
+        self.outstanding.clear()
+
+    def retarget(self, destination: Destination) -> None:
+        """The peer's memory is mapped anew: nothing sent to the old session can land."""
+        self.destination = destination
+        self.lost.extend(self.outstanding.values())
+        self.outstanding.clear()
+        self.drained = True
+        self.recover()
+
+    def recover(self) -> None:
+        """There is a session to write to: what was lost may be written again."""
+        self.again.extend(self.lost)
+        self.lost.clear()
+
+    def land(self, planned: PlannedRun, digest: int) -> None:
+        """A run has landed."""
+        self.fresh.append(
+            Run(
+                index=len(self.announced) + len(self.fresh),
+                region=planned.region,
+                first_page=planned.first_page,
+                pages=planned.pages,
+                nbytes=planned.nbytes,
+                digest=digest,
+            )
+        )

@@ -1,0 +1,106 @@
+"""Where decode ranks' memory lies: their registrations, checked, and the addresses in them.
+
+A registration is peer input that will be written to: counts and item lengths must equal ours, and
+addresses are computed only from what was checked.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdcluster_protocol.errors import LayoutMismatch
+from pdcluster_protocol.layout import KVLayout
+from pdcluster_protocol.messages import RegisterKVArgs
+
+
+def is_state(kind: str) -> bool:
+    """Whether a region travels as a state component (SGLang: `dsa`) instead of as KV."""
+    return kind == "indexer"
+
+
+class Destination(msgspec.Struct, frozen=True):
+    """One decode rank's memory under one transport session."""
+
+    session: str
+    incarnation: str
+    region_bases: tuple[int, ...]
+    """Absolute address of page 0 per region, in layout order."""
+    buffer_bases: tuple[int, ...]
+    """Absolute address of slot 0 per metadata buffer."""
+    page_count: int
+    slot_count: int
+
+
+def register_kv_args(
+    layout: KVLayout,
+    *,
+    base_address: int,
+    page_count: int,
+    slot_count: int,
+    metadata_buffers: tuple[tuple[int, int], ...],
+    template: RegisterKVArgs,
+) -> RegisterKVArgs:
+    """Our own registration: `template` (address, session, ranks) filled with addresses."""
+    kv = [i for i, region in enumerate(layout.regions) if not is_state(region.kind)]
+    state = [i for i, region in enumerate(layout.regions) if is_state(region.kind)]
+
+    def bases(regions: list[int]) -> tuple[int, ...]:
+        return tuple(base_address + layout.region_offset(i, page_count) for i in regions)
+
+    def lengths(regions: list[int]) -> tuple[int, ...]:
+        return tuple(layout.item_bytes(i) for i in regions)
+
+    def layers(regions: list[int]) -> tuple[int, ...]:
+        return tuple(layout.regions[i].layer for i in regions)
+
+    return msgspec.structs.replace(
+        template,
+        kv_pointers=bases(kv),
+        kv_item_lengths=lengths(kv),
+        kv_layer_ids=layers(kv),
+        state_pointers=(bases(state),) if state else (),
+        state_item_lengths=(lengths(state),) if state else (),
+        state_layer_ids=(layers(state),) if state else (),
+        aux_pointers=tuple(base_address + offset for offset, _ in metadata_buffers),
+        layout_digest=layout.digest(),
+        page_count=page_count,
+        slot_count=slot_count,
+    )
+
+
+def require_destination(
+    layout: KVLayout, *, buffer_count: int, args: RegisterKVArgs, incarnation: str
+) -> Destination:
+    """Check a registration against our layout.
+
+    Raises:
+        LayoutMismatch: naming what differs with both values.
+    """
+    kv = [i for i, region in enumerate(layout.regions) if not is_state(region.kind)]
+    state = [i for i, region in enumerate(layout.regions) if is_state(region.kind)]
+    state_pointers = args.state_pointers[0] if args.state_pointers else ()
+    state_lengths = args.state_item_lengths[0] if args.state_item_lengths else ()
+    if args.layout_digest and args.layout_digest != layout.digest():
+        raise LayoutMismatch(f"layout: ours is {layout.digest()}, decode's is {args.layout_digest}")
+    for what, ours, theirs in (
+        ("kv regions", len(kv), len(args.kv_pointers)),
+        ("indexer regions", len(state), len(state_pointers)),
+        ("metadata buffers", buffer_count, len(args.aux_pointers)),
+        ("kv item lengths", tuple(layout.item_bytes(i) for i in kv), args.kv_item_lengths),
+        ("indexer item lengths", tuple(layout.item_bytes(i) for i in state), state_lengths),
+    ):
+        if ours != theirs:
+            raise LayoutMismatch(f"{what}: ours are {ours}, decode's are {theirs}")
+    bases = [0] * len(layout.regions)
+    for index, address in zip(kv, args.kv_pointers, strict=True):
+        bases[index] = address
+    for index, address in zip(state, state_pointers, strict=True):
+        bases[index] = address
+    return Destination(
+        session=args.session,
+        incarnation=incarnation,
+        region_bases=tuple(bases),
+        buffer_bases=args.aux_pointers,
+        page_count=args.page_count,
+        slot_count=args.slot_count,
+    )

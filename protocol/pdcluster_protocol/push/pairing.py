@@ -1,0 +1,164 @@
+"""How a leg and decode's metadata find each other, and whether they belong together.
+
+Registrations are kept per transport session. Metadata that comes before its leg waits in a bounded
+table that forgets by a deadline of its own: a network message never makes a room. What does not fit
+together (layout, token ids, page numbers outside the registered memory) is a `Refusal`, found
+before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdcluster_protocol.errors import LayoutMismatch, Reason
+from pdcluster_protocol.events import LegArrived
+from pdcluster_protocol.ids import Key
+from pdcluster_protocol.ledger import Clock, Ledger
+from pdcluster_protocol.messages import RegisterKVArgs, TransferMetadata
+from pdcluster_protocol.push.delivery import Delivery
+from pdcluster_protocol.push.destinations import Destination, require_destination
+
+BYTES_PER_PAGE_NUMBER = 4
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why leg and metadata do not belong together."""
+
+    __match_args__ = ("reason", "detail")
+
+    reason: Reason
+    detail: str
+
+
+class Pairing:
+    """Registrations and early metadata of one prefill rank."""
+
+    __slots__ = ("_destinations", "_early", "_ledger")
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._destinations: dict[str, Destination | LayoutMismatch] = {}
+        self._early: dict[Key, dict[str, tuple[TransferMetadata, str]]] = {}
+
+    @property
+    def early_count(self) -> int:
+        """Keys whose metadata waits for a leg."""
+        return len(self._early)
+
+    def register(self, args: RegisterKVArgs, incarnation: str) -> None:
+        """Keep where a decode rank's memory lies; a repeated registration replaces the earlier."""
+        setup = self._ledger.setup
+        known = self._destinations
+        if len(known) >= setup.limits.peers_max and args.session not in known:
+            known.pop(next(iter(known)))
+        try:
+            known[args.session] = require_destination(
+                setup.layout,
+                buffer_count=len(setup.metadata_buffers),
+                args=args,
+                incarnation=incarnation,
+            )
+        except LayoutMismatch as mismatch:
+            known[args.session] = mismatch
+
+    def destination(self, session: str) -> Destination | LayoutMismatch | None:
+        """What is registered under a transport session."""
+        return self._destinations.get(session)
+
+    def wait(self, metadata: TransferMetadata, incarnation: str) -> bool:
+        """Keep metadata until its leg comes; False when the table is full."""
+        ledger = self._ledger
+        waiting = self._early.get(metadata.key)
+        if waiting is None:
+            if len(self._early) >= ledger.setup.limits.waiting_rooms_max:
+                ledger.count("metadata_overflow")
+                return False
+            waiting = self._early[metadata.key] = {}
+            ledger.set_clock(Clock.EARLY, metadata.key, ledger.setup.timeouts.bootstrap_seconds)
+        if len(waiting) >= ledger.setup.limits.peers_max:
+            ledger.count("metadata_overflow")
+            return False
+        waiting[str(metadata.reply_to)] = (metadata, incarnation)
+        return True
+
+    def take(self, key: Key, *, attempt_known: bool) -> list[tuple[TransferMetadata, str]]:
+        """The metadata that waited for this leg; without an attempt, of any attempt of its room."""
+        if attempt_known:
+            keys = [key] if key in self._early else []
+        else:
+            keys = [waiting for waiting in self._early if waiting.room == key.room]
+        taken: list[tuple[TransferMetadata, str]] = []
+        for found in keys:
+            self._ledger.stop_clocks(found, (Clock.EARLY,))
+            taken += self._early.pop(found).values()
+        return taken
+
+    def forget(self, key: Key) -> bool:
+        """Drop what waits under a key; whether there was something."""
+        self._ledger.stop_clocks(key, (Clock.EARLY,))
+        return self._early.pop(key, None) is not None
+
+    def forget_incarnation(self, incarnation: str) -> None:
+        """A decode instance is gone: its registrations and metadata go too."""
+        for session, known in list(self._destinations.items()):
+            if isinstance(known, Destination) and known.incarnation == incarnation:
+                del self._destinations[session]
+        for key, waiting in list(self._early.items()):
+            if any(sender == incarnation for _, sender in waiting.values()):
+                self.forget(key)
+
+    def match(
+        self,
+        leg: LegArrived,
+        metadata: TransferMetadata,
+        destination: Destination | LayoutMismatch,
+        incarnation: str,
+    ) -> Delivery | Refusal:
+        """A delivery to where the metadata says, or why there can be none."""
+        if isinstance(destination, LayoutMismatch):
+            return Refusal(Reason.LAYOUT_MISMATCH, destination.detail)
+        theirs = (metadata.prompt_tokens, metadata.prompt_digest)
+        if metadata.prompt_digest and theirs != (leg.prompt_tokens, leg.prompt_digest):
+            return Refusal(
+                Reason.TOKEN_MISMATCH,
+                f"prefill has {leg.prompt_tokens} tokens with digest {leg.prompt_digest},"
+                f" decode {metadata.prompt_tokens} with {metadata.prompt_digest}",
+            )
+        pages = page_numbers(metadata)
+        expected = self._ledger.setup.layout.pages_for(leg.prompt_tokens)
+        if pages is None or len(pages) != expected or len(set(pages)) != expected:
+            return Refusal(Reason.WIRE_ERROR, f"not {expected} different pages for the prompt")
+        slot = metadata.aux_index if metadata.aux_index is not None else -1
+        if not _inside(destination, pages, slot):
+            return Refusal(Reason.WIRE_ERROR, "pages or slot outside decode's registered memory")
+        return Delivery(
+            reply_to=metadata.reply_to,
+            incarnation=incarnation,
+            destination=destination,
+            pages=pages,
+            slot=slot,
+            epoch=metadata.epoch,
+        )
+
+
+def page_numbers(metadata: TransferMetadata) -> tuple[int, ...] | None:
+    """The page numbers in a metadata message; None when the bytes are no whole numbers."""
+    if len(metadata.pages) % BYTES_PER_PAGE_NUMBER:
+        return None
+    view = memoryview(metadata.pages)
+    return tuple(
+        int.from_bytes(view[i : i + BYTES_PER_PAGE_NUMBER], "little", signed=True)
+        for i in range(0, len(view), BYTES_PER_PAGE_NUMBER)
+    )
+
+
+def page_bytes(pages: tuple[int, ...]) -> bytes:
+    """Page numbers as int32 little-endian, as in SGLang's metadata frame."""
+    return b"".join(page.to_bytes(BYTES_PER_PAGE_NUMBER, "little", signed=True) for page in pages)
+
+
+def _inside(destination: Destination, pages: tuple[int, ...], slot: int) -> bool:
+    # A plain SGLang peer announces no sizes; its own registration at the transport is the bound.
+    page_end = destination.page_count or max(pages) + 1
+    slot_end = destination.slot_count or slot + 1
+    return 0 <= slot < slot_end and min(pages) >= 0 and max(pages) < page_end

@@ -1,0 +1,43 @@
+"""One request on the prefill side."""
+
+from __future__ import annotations
+
+from pdcluster_protocol.events import LegArrived
+from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.push.delivery import Delivery
+from pdcluster_protocol.push.sender import SENDER, SenderState
+
+ACTIVE = (SenderState.COMPUTING, SenderState.FLUSHING)
+
+
+class PrefillRoom:
+    """One request on the prefill side."""
+
+    __slots__ = (
+        "ack_targets",
+        "arrived_at",
+        "computing",
+        "deliveries",
+        "key",
+        "leg",
+        "pages",
+        "repeat_seconds",
+        "required",
+        "slot",
+        "state",
+        "wire_key",
+    )
+
+    def __init__(self, leg: LegArrived, now: float, repeat_seconds: float) -> None:
+        self.leg = leg
+        self.key = leg.key
+        self.wire_key: Key | None = leg.key if leg.attempt_known else None
+        self.state = SENDER.initial
+        self.arrived_at = now
+        self.deliveries: dict[RankAddress, Delivery] = {}
+        self.required = 1
+        self.pages: tuple[int, ...] = ()
+        self.slot = -1
+        self.computing = False
+        self.repeat_seconds = repeat_seconds
+        self.ack_targets: dict[RankAddress, int | None] = {}

@@ -1,0 +1,397 @@
+"""All prefill rooms of one rank: events in, effects through the ledger.
+
+Pairing: a leg and decode's metadata meet by room; whichever comes first waits, bounded and with a
+deadline. Prompt length and digest are compared before the first write. Then: pages of our own,
+compute, write behind the model, metadata rows last, status, decode's conclusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from pdcluster_protocol.admission import Grant, Need
+from pdcluster_protocol.effects import ConcludeLeg, CountBytes, StartPrefill
+from pdcluster_protocol.errors import LayoutMismatch, Reason, parse_reason
+from pdcluster_protocol.events import (
+    ComputeStopped,
+    Event,
+    LegArrived,
+    OperationDone,
+    PromptComputed,
+    RowsWritten,
+)
+from pdcluster_protocol.ids import Key
+from pdcluster_protocol.ledger import Clock, Ledger
+from pdcluster_protocol.messages import (
+    Abort,
+    AbortAck,
+    Accepted,
+    Concluded,
+    KVPoll,
+    NodeMessage,
+    RegisterKVArgs,
+    TransferMetadata,
+)
+from pdcluster_protocol.push.delivery import Delivery
+from pdcluster_protocol.push.destinations import Destination
+from pdcluster_protocol.push.farewells import Farewells
+from pdcluster_protocol.push.pairing import Pairing, Refusal
+from pdcluster_protocol.push.prefill_ends import PrefillEnds
+from pdcluster_protocol.push.prefill_room import ACTIVE, PrefillRoom
+from pdcluster_protocol.push.runs import RunPlanner
+from pdcluster_protocol.push.sender import SENDER, SenderState, SenderTrigger
+from pdcluster_protocol.push.writing import Writing
+
+TIMEOUTS: Final[dict[Clock, tuple[Reason, str]]] = {
+    Clock.BOOTSTRAP: (Reason.BOOTSTRAP_TIMEOUT, "decode sent no page numbers in time"),
+    Clock.STALL: (Reason.STALLED, "no chunk and no byte made progress"),
+    Clock.TOTAL: (Reason.DEADLINE_EXCEEDED, "the request's budget ran out"),
+}
+
+
+class PrefillRooms:
+    """The table of prefill rooms; `nodes.PrefillNode` routes events here."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.rooms: dict[int, PrefillRoom] = {}
+        self.pairing = Pairing(ledger)
+        self.farewells = Farewells(ledger)
+        self.writing = Writing(ledger)
+        self._ends = PrefillEnds(ledger, self.rooms, self.farewells)
+
+    # --- what the node sees ---
+
+    def views(self) -> Sequence[PrefillRoom]:
+        """Open rooms."""
+        return tuple(self.rooms.values())
+
+    def knows_room(self, room: int) -> bool:
+        """Whether a room with this number is open."""
+        return room in self.rooms
+
+    def writable_count(self) -> int:
+        """Nobody writes into prefill's pages; what a fence delays are our own writes."""
+        return sum(room.state in ACTIVE for room in self.rooms.values())
+
+    def waiting_count(self) -> int:
+        """Early metadata and farewells."""
+        return self.pairing.early_count + len(self.farewells)
+
+    def message(self, message: NodeMessage, incarnation: str) -> None:
+        """A decode rank's message."""
+        match message:
+            case RegisterKVArgs():
+                self.pairing.register(message, incarnation)
+            case TransferMetadata():
+                self.metadata_arrived(message, incarnation)
+            case Abort():
+                self.abort_arrived(message)
+            case Concluded():
+                self.concluded(message)
+            case _:
+                self._ledger.count("message_for_the_other_role")
+
+    def local(self, event: Event) -> None:
+        """What model and transport answered."""
+        match event:
+            case RowsWritten():
+                self.rows_written(event)
+            case PromptComputed():
+                self.prompt_computed(event.key)
+            case ComputeStopped():
+                self.compute_stopped(event.key, event.reason, event.detail)
+            case OperationDone():
+                self.operation_done(event)
+            case _:
+                self._ledger.count("event_for_the_other_role")
+
+    # --- legs ---
+
+    def leg_arrived(self, leg: LegArrived) -> None:
+        """A leg whose room, size and attempt were checked by the node."""
+        ledger = self._ledger
+        limits, timeouts = ledger.setup.limits, ledger.setup.timeouts
+        room = PrefillRoom(leg, ledger.now, limits.retransmit_seconds_min)
+        self.rooms[leg.key.room] = room
+        ledger.set_clock(Clock.BOOTSTRAP, room.key, timeouts.bootstrap_seconds)
+        budget = leg.budget_seconds or timeouts.bootstrap_seconds + timeouts.transfer_seconds
+        ledger.set_clock(Clock.TOTAL, room.key, budget)
+        for metadata, incarnation in self.pairing.take(leg.key, attempt_known=leg.attempt_known):
+            self._pair(room, metadata, incarnation)
+
+    def cancel(self, key: Key, reason: Reason, detail: str) -> None:
+        """The leg's HTTP side gave up."""
+        room = self._room(key)
+        if room is not None:
+            self._ends.fail(room, reason, detail)
+
+    # --- decode's messages ---
+
+    def metadata_arrived(self, metadata: TransferMetadata, incarnation: str) -> None:
+        """Decode's pages are reserved and locked; these are their numbers."""
+        ledger, key = self._ledger, metadata.key
+        room = self.rooms.get(key.room)
+        if room is not None and room.wire_key in (None, key):
+            self._pair(room, metadata, incarnation)
+            return
+        buried = ledger.tombstone(key)
+        if buried is not None or ledger.is_stale(key):
+            ledger.count("metadata_late")
+            if buried is None or buried.status != KVPoll.SUCCESS:
+                reason = buried.reason if buried else Reason.STALE_ATTEMPT
+                self.farewells.say(key, (metadata.reply_to,), reason=reason, detail="concluded")
+        elif self.pairing.wait(metadata, incarnation):
+            ledger.send(metadata.reply_to, Accepted(key, ledger.setup.rank))
+
+    def abort_arrived(self, abort: Abort) -> None:
+        """Decode gave up: stop, and say when nothing is written any more."""
+        ledger, key = self._ledger, abort.key
+        room = self.rooms.get(key.room)
+        if room is not None and room.wire_key == key:
+            room.ack_targets[abort.reply_to] = abort.generation
+            if room.state is not SenderState.DRAINING:
+                self._ends.fail(room, Reason.ABORTED, "decode cancelled the request", tell=False)
+            return
+        self.pairing.forget(key)
+        buried = ledger.tombstone(key)
+        if buried is None:
+            ledger.bury(key, KVPoll.FAILED, reason=Reason.ABORTED)
+        self.farewells.stop(key)
+        if abort.generation is not None:
+            drained = buried is None or buried.drained
+            ledger.send(abort.reply_to, AbortAck(key, ledger.setup.rank, abort.generation, drained))
+
+    def concluded(self, message: Concluded) -> None:
+        """Decode has taken the final status."""
+        self.farewells.stop(message.key)
+        room = self.rooms.get(message.key.room)
+        if room is None or room.wire_key != message.key or room.state is not SenderState.PUBLISHED:
+            self._ledger.count("concluded_unknown")
+            return
+        if message.status == KVPoll.SUCCESS:
+            self._ledger.advance(SENDER, room, SenderTrigger.CONCLUDED)
+            self._ledger.emit(ConcludeLeg(room.key, None))
+            self._ends.close(room, KVPoll.SUCCESS)
+        else:
+            self._ends.fail(
+                room, parse_reason(message.reason), "decode refused what arrived", tell=False
+            )
+
+    # --- model and transport ---
+
+    def granted(self, grant: Grant) -> None:
+        """Pages of our own: compute."""
+        room = self.rooms[grant.key.room]
+        ledger = self._ledger
+        assert grant.slot is not None
+        room.pages, room.slot, room.computing = grant.pages, grant.slot, True
+        for delivery in room.deliveries.values():
+            delivery.planner = RunPlanner(
+                ledger.setup.layout,
+                prompt_tokens=room.leg.prompt_tokens,
+                sources=room.pages,
+                targets=delivery.pages,
+                bytes_max=ledger.setup.limits.run_bytes_max,
+            )
+        ledger.advance(SENDER, room, SenderTrigger.ADMITTED, f"{len(room.pages)} pages")
+        ledger.set_clock(Clock.STALL, room.key, ledger.setup.timeouts.stall_seconds)
+        ledger.emit(StartPrefill(room.key, room.pages, room.slot))
+
+    def rows_written(self, event: RowsWritten) -> None:
+        """Rows are final: write what has become whole pages."""
+        room = self._room(event.key)
+        if room is None or room.state is not SenderState.COMPUTING:
+            return
+        self._progress(room)
+        for delivery in room.deliveries.values():
+            assert delivery.planner is not None
+            delivery.planner.rows_written(event.region, event.end)
+            self.writing.pump(room, delivery)
+
+    def prompt_computed(self, key: Key) -> None:
+        """The first token is chosen and its metadata row is written."""
+        room = self._room(key)
+        if room is None:
+            return
+        room.computing = False
+        if room.state is SenderState.COMPUTING:
+            self._progress(room)
+            self._ledger.advance(SENDER, room, SenderTrigger.PROMPT_COMPUTED)
+            self._push_on(room)
+        else:
+            self._ends.close_if_drained(room)
+
+    def compute_stopped(self, key: Key, reason: Reason | None, detail: str) -> None:
+        """The model let go of the pages, as asked or by its own failure."""
+        room = self._room(key)
+        if room is None:
+            return
+        room.computing = False
+        if room.state is SenderState.COMPUTING:
+            self._ends.fail(room, reason or Reason.MODEL_FAILED, detail)
+        else:
+            self._ends.close_if_drained(room)
+
+    def operation_done(self, event: OperationDone) -> None:
+        """A write ended; without success it is lost, not stopped."""
+        ledger = self._ledger
+        owner = self.writing.take(event.operation)
+        room = None if owner is None else self._room(owner[0])
+        delivery = None if room is None or owner is None else room.deliveries.get(owner[1])
+        planned = None if delivery is None else delivery.outstanding.pop(event.operation, None)
+        if room is None or delivery is None or planned is None:
+            ledger.count("operation_unknown")
+            return
+        if event.ok:
+            delivery.land(planned, event.digest)
+            kv = planned.region < len(ledger.setup.layout.regions)
+            ledger.emit(CountBytes("kv" if kv else "metadata", planned.nbytes))
+        else:
+            delivery.lost.append(planned)
+            delivery.drained = False
+            ledger.set_clock(Clock.RETARGET, room.key, ledger.setup.limits.retarget_seconds)
+        if room.state is SenderState.DRAINING:
+            self._ends.close_if_drained(room)
+        elif event.ok:
+            self._progress(room)
+            self._push_on(room)
+
+    # --- transport and peers ---
+
+    def transport_lost(self) -> None:
+        """Our transfer process is gone: what was outstanding may or may not have landed."""
+        self.writing.forget_all()
+        for room in list(self.rooms.values()):
+            for delivery in room.deliveries.values():
+                delivery.lose_all()
+            self._ends.close_if_drained(room)
+
+    def transport_ready(self) -> None:
+        """A new session: write again what was lost with the old one."""
+        for room in list(self.rooms.values()):
+            if room.state in ACTIVE:
+                for delivery in room.deliveries.values():
+                    delivery.recover()
+                self._push_on(room)
+
+    def peer_died(self, incarnation: str, detail: str) -> None:
+        """A decode instance is gone: its rooms end, nothing needs to be said to it."""
+        self.pairing.forget_incarnation(incarnation)
+        for room in list(self.rooms.values()):
+            if any(d.incarnation == incarnation for d in room.deliveries.values()):
+                self._ends.fail(room, Reason.PEER_DIED, f"decode died: {detail}", tell=False)
+
+    # --- clocks ---
+
+    def due(self, clock: Clock, key: Key) -> None:
+        """A clock of a key ran out."""
+        room = self._room(key)
+        if clock is Clock.FAREWELL:
+            self.farewells.due(key)
+        elif clock is Clock.EARLY:
+            self.pairing.forget(key)
+            self._ledger.count("metadata_expired")
+        elif room is not None and clock in TIMEOUTS:
+            self._ends.fail(room, *TIMEOUTS[clock])
+        elif room is not None:
+            self._room_due(room, clock)
+
+    def _room_due(self, room: PrefillRoom, clock: Clock) -> None:
+        match clock:
+            case Clock.RETARGET:
+                self._retarget_expired(room)
+            case Clock.ABORT:
+                self._ends.overdue(room)
+            case Clock.REPEAT if room.state is SenderState.PUBLISHED:
+                self.writing.publish(room)
+            case _:
+                pass
+
+    # --- inside ---
+
+    def _room(self, key: Key) -> PrefillRoom | None:
+        room = self.rooms.get(key.room)
+        return room if room is not None and room.key == key else None
+
+    def _pair(self, room: PrefillRoom, metadata: TransferMetadata, incarnation: str) -> None:
+        ledger = self._ledger
+        destination = self.pairing.destination(metadata.session)
+        if destination is None:
+            # The registration was lost on the way; decode repeats both until we accept.
+            ledger.count("metadata_before_registration")
+            return
+        if room.wire_key is None:
+            room.wire_key = metadata.key
+        if room.state is not SenderState.DRAINING:
+            ledger.send(metadata.reply_to, Accepted(metadata.key, ledger.setup.rank))
+        known = room.deliveries.get(metadata.reply_to)
+        if known is not None:
+            if isinstance(destination, Destination) and known.destination != destination:
+                self._retarget(room, known, destination)
+        elif room.state is SenderState.BOOTSTRAPPING:
+            self._match(room, metadata, destination, incarnation)
+        else:
+            ledger.count("metadata_unexpected")
+
+    def _match(
+        self,
+        room: PrefillRoom,
+        metadata: TransferMetadata,
+        destination: Destination | LayoutMismatch,
+        incarnation: str,
+    ) -> None:
+        match self.pairing.match(room.leg, metadata, destination, incarnation):
+            case Delivery() as delivery:
+                self._add_delivery(room, delivery, metadata.required_destinations)
+            case Refusal(reason, detail):
+                self.farewells.say(metadata.key, (metadata.reply_to,), reason=reason, detail=detail)
+                self._ends.fail(room, reason, detail)
+
+    def _add_delivery(self, room: PrefillRoom, delivery: Delivery, required: int) -> None:
+        room.required = required
+        room.deliveries[delivery.reply_to] = delivery
+        if len(room.deliveries) < room.required:
+            return
+        ledger = self._ledger
+        ledger.stop_clocks(room.key, (Clock.BOOTSTRAP,))
+        ledger.advance(SENDER, room, SenderTrigger.PAGES_KNOWN)
+        pages = ledger.setup.layout.pages_for(room.leg.prompt_tokens)
+        ledger.queue.add(room.key, Need(pages=pages, slot=True))
+
+    def _progress(self, room: PrefillRoom) -> None:
+        self._ledger.set_clock(Clock.STALL, room.key, self._ledger.setup.timeouts.stall_seconds)
+
+    def _push_on(self, room: PrefillRoom) -> None:
+        """Write what may be written; publish when nothing is left."""
+        for delivery in room.deliveries.values():
+            self.writing.pump(room, delivery)
+            if room.state is SenderState.FLUSHING and delivery.kv_landed:
+                self.writing.write_metadata(room, delivery)
+        if room.state is SenderState.FLUSHING and all(d.landed for d in room.deliveries.values()):
+            self._ledger.advance(SENDER, room, SenderTrigger.ALL_LANDED)
+            self._ledger.stop_clocks(room.key, (Clock.STALL, Clock.RETARGET))
+            self.writing.publish(room)
+
+    def _retarget(self, room: PrefillRoom, known: Delivery, destination: Destination) -> None:
+        self.writing.forget(room.key, known.reply_to)
+        known.retarget(destination)
+        if room.state in ACTIVE:
+            self._ledger.stop_clocks(room.key, (Clock.RETARGET,))
+            self._push_on(room)
+        else:
+            self._ends.close_if_drained(room)
+
+    def _retarget_expired(self, room: PrefillRoom) -> None:
+        """No new session came in time; without one of our own we are still replacing ours."""
+        lost = [delivery for delivery in room.deliveries.values() if delivery.lost]
+        limits = self._ledger.setup.limits
+        for delivery in lost:
+            delivery.resubmits += 1
+        if not lost:
+            return
+        if self._ledger.session is None and lost[0].resubmits <= limits.resubmits_max:
+            self._ledger.set_clock(Clock.RETARGET, room.key, limits.retarget_seconds)
+            return
+        self._ends.fail(room, Reason.TRANSFER_FAILED, "a write failed and no new session came")
