@@ -88,7 +88,7 @@ def _run(config: EngineConfig, started: float) -> int:
     from pdcluster_engine.keys import load_keys
     from pdcluster_engine.model.loading import load_runner
     from pdcluster_engine.serving import serve_until_stopped
-    from pdcluster_engine.telemetry import configure_logging
+    from pdcluster_engine.telemetry import Telemetry, configure_logging
 
     configure_logging(instance=config.instance, role=str(config.role), dp_rank=config.dp_rank)
     ring = load_keys(config.keys_folder)
@@ -99,7 +99,7 @@ def _run(config: EngineConfig, started: float) -> int:
         threads=config.threads,
         page_size=config.page_size,
     )
-    assembly = assemble(config, model)
+    assembly = assemble(config, model, telemetry=Telemetry())
     threads = [
         _start("owner", assembly.loop.run),
         _start("model", assembly.compute.run),
