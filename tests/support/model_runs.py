@@ -21,10 +21,15 @@ PAGE_COUNT = 96
 class PagedModel:
     """A loaded model with an arena of its own, whose pages are handed out scattered."""
 
-    def __init__(self, name: str, *, mode: str = "exact", seed: int = 0) -> None:
-        self.loaded: LoadedModel = load_runner(
-            f"builtin://{name}", dtype="auto", mode=mode, threads=1
-        )
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        mode: str = "exact",
+        seed: int = 0,
+        loaded: LoadedModel | None = None,
+    ) -> None:
+        self.loaded = loaded or load_runner(f"builtin://{name}", dtype="auto", mode=mode, threads=1)
         self.runner = self.loaded.runner
         self.layout = self.loaded.layout
         self.arena = Arena.create(self.layout, PAGE_COUNT, metadata_bytes=0)
@@ -76,19 +81,14 @@ def prompt(length: int, *, seed: int = 0) -> list[int]:
     return [draw.randrange(256) for _ in range(length)]
 
 
-@functools.cache
-def _oracle_model(name: str) -> PreTrainedModel:
-    model = BUILTIN[name]().eval()
+def generate(
+    model: str | PreTrainedModel, ids: Sequence[int], *, chunk: int | None, tokens: int
+) -> list[torch.Tensor]:
+    """The library's own logits, token by token, of a builtin model by name or of any model."""
+    if isinstance(model, str):
+        model = _builtin(model)
     # The oracle runs on, so that its length does not depend on a random model's whim.
     model.generation_config.eos_token_id = None
-    return model
-
-
-def generate(
-    name: str, ids: Sequence[int], *, chunk: int | None, tokens: int
-) -> list[torch.Tensor]:
-    """The library's own logits, token by token."""
-    model = _oracle_model(name)
     config = GenerationConfig(
         do_sample=False,
         max_new_tokens=tokens,
@@ -103,3 +103,8 @@ def generate(
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
     )
     return [step[0] for step in output.logits]
+
+
+@functools.cache
+def _builtin(name: str) -> PreTrainedModel:
+    return BUILTIN[name]().eval()

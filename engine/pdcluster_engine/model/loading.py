@@ -16,7 +16,9 @@ import msgspec
 import tokenizers
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as library_logging
 
 from pdcluster_engine.model.builtin import BUILTIN, byte_codec
 from pdcluster_engine.model.probe import probe
@@ -27,6 +29,7 @@ from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.layout import KVLayout
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 _STATEFUL_ROPES = ("dynamic",)
 """They remember the longest sequence so far, so one request would change the next one's logits."""
 
@@ -59,6 +62,9 @@ def load_runner(
     if page_size < 1:
         raise ConfigError(f"page_size is {page_size}; it must be at least 1")
     torch.set_num_threads(threads)
+    # Standard error is one JSON object a line; what matters of a load is raised or summarized.
+    library_logging.disable_progress_bar()
+    library_logging.set_verbosity_error()
     model, codec = _load(source, dtype=dtype)
     model.eval()
     config = model.config.get_text_config(decoder=True)
@@ -115,8 +121,8 @@ def _load_folder(folder: Path, *, dtype: str) -> tuple[PreTrainedModel, TextCode
     codec = _folder_codec(folder)
     try:
         # Asked for first: an unknown architecture must not cost the loading of its weights.
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -124,9 +130,17 @@ def _load_folder(folder: Path, *, dtype: str) -> tuple[PreTrainedModel, TextCode
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except _LOADING_ERRORS as error:
         raise ConfigError(f"model folder {folder} cannot be loaded: {error}") from error
+    # The library fills what is missing with random numbers and only warns.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"model folder {folder} lacks {len(missing)} weights, the first is {missing[0]}; "
+            "download all its files again"
+        )
     return model, codec
 
 
