@@ -9,7 +9,6 @@ gets it by explicit hand-over, and nobody else keeps the memory of a dead engine
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 
@@ -20,14 +19,13 @@ from pdcluster_protocol.layout import REGION_ALIGNMENT_BYTES, KVLayout
 class Arena:
     """A zeroed shared mapping with the KV regions first and the metadata rows behind them."""
 
-    __slots__ = ("_mapping", "fd", "metadata_offset", "nbytes", "view")
+    __slots__ = ("fd", "metadata_offset", "nbytes", "view")
 
     def __init__(self, fd: int, mapping: mmap.mmap, *, metadata_offset: int) -> None:
         self.fd = fd
         self.nbytes = len(mapping)
         self.metadata_offset = metadata_offset
         self.view = memoryview(mapping)
-        self._mapping = mapping
 
     @classmethod
     def create(cls, layout: KVLayout, page_count: int, *, metadata_bytes: int) -> Arena:
@@ -55,17 +53,16 @@ class Arena:
         return cls(fd, mapping, metadata_offset=metadata_offset)
 
     def close(self) -> None:
-        """Close the descriptor and unmap; repeated calls do nothing.
+        """Close the descriptor and let go of the mapping; repeated calls do nothing.
 
-        Tensors and slices that still view the memory keep the mapping: it goes with the last one.
+        The mapping ends with its last user. It must not be unmapped by force: a tensor over it
+        keeps a reference but no lock, and would read from an address that is gone.
         """
         if self.fd < 0:
             return
         os.close(self.fd)
         self.fd = -1
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._mapping.close()
+        self.view = memoryview(b"")
 
 
 def _aligned(nbytes: int) -> int:

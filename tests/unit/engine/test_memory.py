@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import struct
+from pathlib import Path
 
 import pytest
+import torch
 
 from pdcluster_engine.memory.arena import Arena
 from pdcluster_engine.memory.metadata import (
@@ -57,6 +59,25 @@ def test_the_descriptor_is_not_inherited_and_a_second_close_does_nothing() -> No
     arena.close()
     assert b"\0\0\0\0" == bytes(slice_in_use)
     assert -1 == arena.fd
+
+
+def test_a_tensor_over_a_closed_arena_can_still_be_read() -> None:
+    arena = Arena.create(LAYOUT, 1, metadata_bytes=0)
+    arena.view[:4] = b"\x00\x00\x80\x3f"
+    tensor = torch.frombuffer(arena.view, dtype=torch.float32, count=2)
+    arena.close()
+    assert [1.0, 0.0] == tensor.tolist()
+
+
+def test_a_closed_arena_without_users_gives_its_memory_back() -> None:
+    arena = Arena.create(LAYOUT, 1, metadata_bytes=0)
+    before = _mappings()
+    arena.close()
+    assert before - 1 == _mappings()
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:pdcluster-arena")
 
 
 def test_an_arena_without_pages_or_beyond_the_machine_is_refused_by_name() -> None:

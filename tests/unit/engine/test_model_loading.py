@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4Config,
     Glm4MoeConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -28,6 +29,7 @@ from pdcluster_engine.memory.arena import Arena
 from pdcluster_engine.model import shim
 from pdcluster_engine.model.builtin import VOCAB_SIZE, byte_codec
 from pdcluster_engine.model.loading import LoadedModel, load_runner
+from pdcluster_engine.model.port import DecodeRow, ModelRunner
 from pdcluster_protocol.errors import ConfigError
 from support.model_runs import MODELS, PagedModel, generate, prompt
 
@@ -92,6 +94,8 @@ def test_builtin_models_say_what_the_engine_must_know() -> None:
     assert ["0.key", "0.value", "1.key", "1.value"] == [r.name for r in llama.layout.regions]
     assert {2} == {region.heads for region in llama.layout.regions}
     for loaded in (glm, llama):
+        runner: ModelRunner = loaded.runner
+        assert runner.layout == loaded.layout
         assert loaded.tokenizer.vocab_size == loaded.runner.vocab_size
         assert frozenset({256}) == loaded.runner.eos_ids
         assert 32768 == loaded.runner.max_context
@@ -103,11 +107,12 @@ def test_the_page_size_is_the_callers() -> None:
     assert 16 == load("builtin://tiny-llama", page_size=16).layout.page_size
 
 
-@pytest.mark.parametrize(
+FAMILIES = pytest.mark.parametrize(
     "config",
     [
         LlamaConfig(**SMALL),
         Qwen3Config(**SMALL),
+        Glm4Config(**SMALL),
         Glm4MoeConfig(**{**SMALL, **EXPERTS}),
         DeepseekV3Config(
             **{
@@ -124,6 +129,9 @@ def test_the_page_size_is_the_callers() -> None:
     ],
     ids=lambda config: config.model_type,
 )
+
+
+@FAMILIES
 def test_a_folder_of_each_family_gives_the_logits_of_its_own_generate(
     config: PreTrainedConfig, tmp_path: Path
 ) -> None:
@@ -138,6 +146,31 @@ def test_a_folder_of_each_family_gives_the_logits_of_its_own_generate(
     seen = model.decode(pages, 130, model.prefill(pages, ids, chunk=50), tokens=6)
     expected = generate(oracle, ids, chunk=50, tokens=6)
     assert all(torch.equal(a, b) for a, b in zip(expected, seen, strict=True))
+
+
+@FAMILIES
+def test_a_ragged_batch_of_each_family_chooses_the_tokens_of_its_own_generate(
+    config: PreTrainedConfig, tmp_path: Path
+) -> None:
+    folder = save(config, tmp_path / "model")
+    model = PagedModel(loaded=load(folder.as_uri(), mode="batched"))
+    oracle = AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompts = [prompt(length) for length in (1, 64, 130)]
+    pages = [model.take(len(ids) + 6) for ids in prompts]
+    chosen = [
+        [int(model.prefill(own, ids, chunk=64).argmax())]
+        for own, ids in zip(pages, prompts, strict=True)
+    ]
+    for step in range(5):
+        rows = [
+            DecodeRow(own, len(ids) + step, tokens[-1])
+            for own, ids, tokens in zip(pages, prompts, chosen, strict=True)
+        ]
+        for tokens, logits in zip(chosen, model.runner.decode(rows), strict=True):
+            tokens.append(int(logits.argmax()))
+    for ids, tokens in zip(prompts, chosen, strict=True):
+        expected = generate(oracle, ids, chunk=None, tokens=6)
+        assert [int(step.argmax()) for step in expected] == tokens
 
 
 def test_auto_is_the_checkpoints_type_and_another_one_can_be_asked_for(tmp_path: Path) -> None:
