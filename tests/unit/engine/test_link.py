@@ -13,7 +13,6 @@ import pytest
 from pdcluster_engine.link import REDIAL_SECONDS_MAX, Link, LinkRefused, LinkState
 from pdcluster_protocol.codec import FrameReader, engine_to_sidecar, frame, sidecar_to_engine
 from pdcluster_protocol.ids import RankAddress
-from pdcluster_protocol.layout import KVLayout, Region
 from pdcluster_protocol.messages import (
     EngineHello,
     EngineToSidecar,
@@ -23,7 +22,7 @@ from pdcluster_protocol.messages import (
     Resolve,
     SidecarToEngine,
 )
-from pdcluster_protocol.topology import Parallelism, RankCoordinate
+from support.greetings import greeting
 
 ADDRESS = RankAddress("127.0.0.1", 9000)
 
@@ -77,26 +76,6 @@ def sidecar() -> Iterator[Sidecar]:
         served = Sidecar(f"{folder}/link")
         yield served
         served.close()
-
-
-def greeting(incarnation: str) -> EngineHello:
-    return EngineHello(
-        instance="p-0",
-        role="prefill",
-        coordinate=RankCoordinate(),
-        parallel=Parallelism(),
-        layout=KVLayout(64, "float32", (Region(0, "key", 256),)),
-        incarnation=incarnation,
-        session="s",
-        http_port=30000,
-        fingerprint="f",
-        allocation="Early",
-        served_name="m",
-        max_context=1024,
-        page_count=64,
-        tokenizer_digest="",
-        tokenizer_files={},
-    )
 
 
 def make_link(path: str, *, queue_max: int = 100) -> Link:
