@@ -12,9 +12,11 @@ moving bytes after it has reported an error for a batch. So this adapter
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -37,7 +39,7 @@ from pdcluster_protocol.errors import ConfigError, TransportError
 WEDGE_SECONDS = (0.95, 1.05)
 """A wedged peer fails each call after the admission time-out of 1.000 s."""
 WEDGE_CONNECT_SECONDS = 0.25
-SUSPECTS_MAX = 1024
+TARGETS_MAX = 1024
 
 ENVIRONMENT = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -115,6 +117,7 @@ class MooncakeAdapter:
         "_arena_nbytes",
         "_engine",
         "_flying",
+        "_met",
         "_peers",
         "_refused",
         "_settings",
@@ -134,6 +137,8 @@ class MooncakeAdapter:
         self._turn: deque[str] = deque()
         """Peers with queued operations; the first one is served next."""
         self._refused: list[Completed] = []
+        self._met: set[str] = set()
+        """Peers that were written to before."""
         self._suspicions: dict[str, int] = {}
         """Per peer, failures in a row that look like the wedge."""
 
@@ -252,6 +257,7 @@ class MooncakeAdapter:
         self._turn.extendleft(reversed(full))
 
     def _hand_over(self, target: str, peer: Peer, request: WriteRequest) -> Completed | None:
+        self._note_first_contact(target)
         started = time.monotonic()
         # The first contact with a hung peer blocks here for a minute, with every other peer behind
         # it. The alarm has no handler: it ends the process, even inside the library.
@@ -270,6 +276,16 @@ class MooncakeAdapter:
         peer.flights.append(Flight(request, batch, started, deadline))
         self._flying += 1
         return None
+
+    def _note_first_contact(self, target: str) -> None:
+        """Leave the peer's name on stderr: should the alarm end us, it says who hung."""
+        if target in self._met:
+            return
+        if len(self._met) >= TARGETS_MAX:
+            self._met.clear()
+        self._met.add(target)
+        with contextlib.suppress(OSError):
+            os.write(sys.stderr.fileno(), f"first contact with {target}\n".encode())
 
     def _ended(self, target: str) -> Iterator[Completed]:
         """Ask for every flight of one peer and forget those that ended."""
@@ -307,7 +323,7 @@ class MooncakeAdapter:
         if failed_after is None or not WEDGE_SECONDS[0] <= failed_after <= WEDGE_SECONDS[1]:
             return
         if count == 0:
-            if len(self._suspicions) >= SUSPECTS_MAX:
+            if len(self._suspicions) >= TARGETS_MAX:
                 self._suspicions.clear()
             self._suspicions[target] = 1
         elif _accepts(target):

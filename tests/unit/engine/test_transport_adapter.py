@@ -1,0 +1,236 @@
+"""The Mooncake adapter against a scripted library: windows, ids, refusals, the wedge."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+
+from pdcluster_engine.transport import mooncake
+from pdcluster_engine.transport.mooncake import CannotContinue, MooncakeAdapter, Settings
+from pdcluster_engine.transport.port import Deadlines, WriteRequest
+from pdcluster_protocol.errors import TransportError
+
+ARENA = 1 << 20
+BASE = 1 << 44
+PEER = "127.64.1.2:15000"
+
+
+class ScriptedLibrary:
+    """What the adapter calls, with every operation waiting until the test ends it."""
+
+    def __init__(self, *, initialize: int = 0, register: int = 0) -> None:
+        self._codes = (initialize, register)
+        self.handed: list[tuple[str, list[int], list[int], list[int]]] = []
+        self.status: dict[int, int] = {}
+        self.asked_after_end: list[int] = []
+        self._ended: set[int] = set()
+        self.refuse = False
+
+    def initialize(self, *_: str) -> int:
+        return self._codes[0]
+
+    def register_memory(self, _address: int, _nbytes: int) -> int:
+        return self._codes[1]
+
+    def get_rpc_port(self) -> int:
+        return 15007
+
+    def batch_transfer_async_write(
+        self, target: str, sources: list[int], destinations: list[int], sizes: list[int]
+    ) -> int:
+        self.handed.append((target, sources, destinations, sizes))
+        if self.refuse:
+            return 0
+        batch = len(self.handed)
+        self.status[batch] = 0
+        return batch
+
+    def transfer_check_status(self, batch: int) -> int:
+        if batch in self._ended:
+            self.asked_after_end.append(batch)
+        if self.status[batch] in {1, -1}:
+            self._ended.add(batch)
+        return self.status[batch]
+
+
+@pytest.fixture
+def library() -> ScriptedLibrary:
+    return ScriptedLibrary()
+
+
+@pytest.fixture
+def adapter(library: ScriptedLibrary, monkeypatch: pytest.MonkeyPatch) -> MooncakeAdapter:
+    made = new_adapter(library, monkeypatch)
+    made.start()
+    return made
+
+
+def new_adapter(
+    library: ScriptedLibrary, monkeypatch: pytest.MonkeyPatch, *, host: str = "127.64.1.1"
+) -> MooncakeAdapter:
+    monkeypatch.setattr(MooncakeAdapter, "_load", lambda _: library)
+    monkeypatch.setattr(mooncake, "check_machine", lambda _: "0.3.13.post1")
+    settings = Settings(host=host, port_min=15000, port_max=15031, deadlines=Deadlines())
+    return MooncakeAdapter(settings, arena_address=BASE, arena_nbytes=ARENA)
+
+
+def write(operation: int, target: str = PEER, *, offset: int = 0) -> WriteRequest:
+    return WriteRequest(operation, target, offset, 1 << 40, 4096, False)
+
+
+def test_no_call_reaches_the_library_before_its_start(
+    library: ScriptedLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = new_adapter(library, monkeypatch)
+    with pytest.raises(TransportError, match="NEW"):
+        adapter.submit(write(1))
+    with pytest.raises(TransportError, match="NEW"):
+        adapter.poll()
+    assert (f"127.64.1.1:{15007}", "0.3.13.post1") == adapter.start()
+    with pytest.raises(TransportError, match="STARTED"):
+        adapter.start()
+
+
+def test_an_ipv6_session_name_has_brackets(
+    library: ScriptedLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "[fd00::1]:15007" == new_adapter(library, monkeypatch, host="fd00::1").start()[0]
+
+
+@pytest.mark.parametrize(("initialize", "register"), [(-1, 0), (0, -7)])
+def test_a_failed_start_leaves_an_adapter_that_takes_nothing(
+    initialize: int, register: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = ScriptedLibrary(initialize=initialize, register=register)
+    adapter = new_adapter(library, monkeypatch)
+    with pytest.raises(TransportError, match="Mooncake"):
+        adapter.start()
+    with pytest.raises(TransportError, match="BROKEN"):
+        adapter.poll()
+
+
+def test_operations_are_single_and_the_windows_hold(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    peers = [f"127.64.1.{i}:15000" for i in range(2, 8)]
+    for number in range(40 * len(peers)):
+        adapter.submit(write(number, peers[number // 40]))
+    assert [] == adapter.poll()
+    handed = [target for target, *_ in library.handed]
+    assert 64 == len(handed)
+    assert 16 >= max(handed.count(peer) for peer in peers)
+    assert all(
+        [1, 1, 1] == [len(part) for part in (sources, destinations, sizes)]
+        for _, sources, destinations, sizes in library.handed
+    )
+    assert 240 == adapter.outstanding
+
+
+def test_every_operation_ends_once_and_no_ended_id_is_asked_again(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    for number in range(100):
+        adapter.submit(write(number))
+    ended: list[int] = []
+    while adapter.outstanding:
+        ended += [completed.operation for completed in adapter.poll()]
+        for batch, status in library.status.items():
+            library.status[batch] = status or (-1 if batch % 3 == 0 else 1)
+    assert list(range(100)) == sorted(ended)
+    assert [] == library.asked_after_end
+
+
+def test_a_refused_hand_over_is_a_named_failure(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    library.refuse = True
+    adapter.submit(write(1))
+    (completed,) = adapter.poll()
+    assert (1, False) == (completed.operation, completed.ok)
+    assert PEER in completed.detail
+    assert 0 == adapter.outstanding
+
+
+def test_a_source_outside_the_arena_never_reaches_the_library(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    adapter.submit(write(1, offset=ARENA - 4095))
+    (completed,) = adapter.poll()
+    assert not completed.ok
+    assert [] == library.handed
+
+
+@pytest.mark.parametrize("status", [-2, 5])
+def test_an_unknown_status_ends_the_process(
+    library: ScriptedLibrary, adapter: MooncakeAdapter, status: int
+) -> None:
+    adapter.submit(write(1))
+    adapter.poll()
+    library.status[1] = status
+    with pytest.raises(CannotContinue, match="stalled"):
+        adapter.poll()
+    with pytest.raises(TransportError, match="BROKEN"):
+        adapter.poll()
+
+
+def test_an_expired_deadline_ends_the_process(
+    adapter: MooncakeAdapter, clock: Callable[[float], None]
+) -> None:
+    adapter.submit(write(1))
+    adapter.poll()
+    clock(9.9)
+    assert [] == adapter.poll()
+    clock(0.2)
+    with pytest.raises(CannotContinue, match="stalled"):
+        adapter.poll()
+
+
+def test_two_failures_after_one_second_by_a_peer_that_accepts_are_the_wedge(
+    library: ScriptedLibrary, adapter: MooncakeAdapter, clock: Callable[[float], None]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        target = f"127.0.0.1:{server.getsockname()[1]}"
+        fail_after(1.0, target, adapter, library, clock)
+        fail_after(0.3, target, adapter, library, clock)
+        fail_after(1.0, target, adapter, library, clock)
+        with pytest.raises(CannotContinue, match="wedged"):
+            fail_after(1.0, target, adapter, library, clock)
+
+
+def test_a_dead_peer_is_not_taken_for_the_wedge(
+    library: ScriptedLibrary, adapter: MooncakeAdapter, clock: Callable[[float], None]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        target = f"127.0.0.1:{server.getsockname()[1]}"
+    for _ in range(4):
+        fail_after(1.0, target, adapter, library, clock)
+
+
+def fail_after(
+    seconds: float,
+    target: str,
+    adapter: MooncakeAdapter,
+    library: ScriptedLibrary,
+    clock: Callable[[float], None],
+) -> None:
+    adapter.submit(write(1, target))
+    adapter.poll()
+    clock(seconds)
+    library.status[len(library.handed)] = -1
+    assert [False] == [completed.ok for completed in adapter.poll()]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the adapter's clock forward; it stands still otherwise."""
+    now = 1000.0
+
+    def advance(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    return advance
