@@ -13,6 +13,7 @@ from pdcluster_engine.http.compute import Computation
 from pdcluster_engine.http.door import Door
 from pdcluster_engine.http.metrics import HttpMetrics
 from pdcluster_engine.http.refusals import error_answer, refuse
+from pdcluster_engine.http.server_log import server_logger
 from pdcluster_engine.http.surface import Surface
 from pdcluster_engine.submission import Engine
 from pdcluster_engine.text import TextCodec
@@ -74,6 +75,7 @@ async def serve(app: web.Application, host: str, port: int) -> web.AppRunner:
         app,
         handle_signals=False,
         access_log=None,
+        logger=server_logger(),
         # A client that leaves ends its request at once, also while no token comes.
         handler_cancellation=True,
         shutdown_timeout=SHUTDOWN_SECONDS,

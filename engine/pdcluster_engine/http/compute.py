@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Iterator
 
@@ -127,9 +128,11 @@ class Computation:
     async def _reply(self, parsed: ParsedRequest) -> Reply:
         if parsed.leg is not None and parsed.leg.paired and not self._engine.state().joined:
             raise NotReady("this engine has not joined its sidecar yet; try again later")
+        if not parsed.rids:
+            parsed = msgspec.structs.replace(parsed, rids=(secrets.token_hex(16),))
         sequences = await self._factory.make(parsed)
         return Reply(
-            id=parsed.rids[0] if parsed.rids else sequences[0].submission.rid,
+            id=parsed.rids[0],
             # Unix time by definition of the API.
             created=time.time_ns() // NANOSECONDS,
             parsed=parsed,
@@ -149,9 +152,8 @@ class Computation:
             except (asyncio.CancelledError, ConnectionError):
                 exchange.cancel(Reason.CLIENT_GONE, "the HTTP connection of the request closed")
                 raise
-            except PDClusterError:
+            finally:
                 exchange.cancel(Reason.ABORTED, "another sequence of the request failed")
-                raise
 
     async def _answer(
         self, request: web.Request, reply: Reply, exchange: Exchange
@@ -201,7 +203,6 @@ class Computation:
                 if fresh:
                     await self._write(response, shape.events(fresh))
         except PDClusterError as error:
-            exchange.cancel(Reason.ABORTED, "another sequence of the request failed")
             body = error_json(error.reason, error.detail, status=error.http_status)
             await self._write(response, b"data: " + body + b"\n\n")
             await response.write_eof()

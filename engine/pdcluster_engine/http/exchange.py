@@ -65,7 +65,8 @@ class Exchange:
         return fresh
 
     def cancel(self, reason: Reason, detail: str) -> None:
-        """End every sequence that was submitted and has not ended."""
-        for sequence in self.sequences[: self._submitted]:
+        """End every sequence that was submitted and has not ended; only the first call does."""
+        submitted, self._submitted = self.sequences[: self._submitted], 0
+        for sequence in submitted:
             if not sequence.ended:
                 self._engine.cancel(sequence.submission.key, reason, detail)

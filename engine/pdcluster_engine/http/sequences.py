@@ -64,7 +64,7 @@ class SequenceFactory:
         self._limits = limits
 
     async def make(self, parsed: ParsedRequest) -> list[Sequence]:
-        """Every prompt `n` times, prompt by prompt.
+        """Every prompt `n` times, prompt by prompt; the request has at least one rid.
 
         Raises:
             InvalidRequest: a prompt does not fit, or a leg's field is missing.
@@ -167,10 +167,9 @@ def _sequence_rids(parsed: ParsedRequest) -> list[str]:
         if parsed.n == 1:
             return list(parsed.rids)
         return [f"{rid}_{sample}" for rid in parsed.rids for sample in samples]
-    name = parsed.rids[0] if parsed.rids else secrets.token_hex(16)
     if parsed.sequence_count == 1:
-        return [name]
-    return [f"{name}_{index}" for index in range(parsed.sequence_count)]
+        return list(parsed.rids)
+    return [f"{parsed.rids[0]}_{index}" for index in range(parsed.sequence_count)]
 
 
 def _characters(parsed: ParsedRequest) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.requests.fields import Fields, Interval
 from pdcluster_protocol.requests.parsed import Api, RequestLimits, Sampling
 
@@ -66,14 +65,8 @@ def parse_max_tokens(api: Api, fields: Fields) -> int | None:
 
 
 def parse_n(fields: Fields, limits: RequestLimits) -> int:
-    """How many samples of each prompt; `best_of` may only say the same."""
-    allowed = Interval(1, limits.n_max)
-    n = fields.integer("n", allowed) or 1
-    best_of = fields.integer("best_of", AT_LEAST_ONE)
-    if best_of is not None and best_of != n:
-        must = f"be absent or equal to n = {n}: choosing the best is not supported"
-        raise fields.refusal("best_of", must, reason=Reason.UNSUPPORTED)
-    return n
+    """How many samples of each prompt."""
+    return fields.integer("n", Interval(1, limits.n_max)) or 1
 
 
 def _number(fields: Fields, name: str, allowed: Interval, *, default: float) -> float:

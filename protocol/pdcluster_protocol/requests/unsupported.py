@@ -14,6 +14,7 @@ ANYWAY: dict[str, object] = {
     "function_call": "none",
     "response_format": {"type": "text"},
     "modalities": ["text"],
+    "best_of": 1,
     "min_tokens": 0,
     "min_new_tokens": 0,
     "logprob_start_len": -1,

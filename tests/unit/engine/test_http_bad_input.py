@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,7 +11,7 @@ import aiohttp
 import pytest
 
 from pdcluster_protocol.limits import Limits
-from support.scripted_engine import ScriptedEngine, serving, spell
+from support.scripted_engine import WAIT_SECONDS, ScriptedEngine, serving, spell
 
 
 @pytest.fixture
@@ -75,6 +76,20 @@ async def test_a_body_over_the_limit_is_too_large(
     async with client.post("/generate", data=pieces()) as answer:
         assert (413, "TooLarge") == (answer.status, (await answer.json())["error"]["code"])
     assert [] == engine.submissions
+
+
+async def test_malformed_http_is_answered_and_not_logged(
+    engine: ScriptedEngine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(engine) as address:
+        host, port = address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /generate HTTP/1.1\r\nContent-Length: -5\r\n\r\n")
+        answer = await asyncio.wait_for(reader.readline(), WAIT_SECONDS)
+        writer.close()
+        await writer.wait_closed()
+    assert answer.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+    assert ("", "") == capfd.readouterr()
 
 
 async def test_unknown_paths_and_methods_are_json_too(client: aiohttp.ClientSession) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import socket
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from pdcluster_engine.submission import Output, Submission
 from pdcluster_protocol.authentication import HEADER, HttpSigner, KeyRing
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import Key, RankAddress, Role
@@ -22,6 +24,7 @@ from support.scripted_engine import (
     WAIT_SECONDS,
     Fail,
     ScriptedEngine,
+    Step,
     serving,
     spell,
 )
@@ -296,3 +299,25 @@ async def test_a_decode_leg_must_name_its_prefill() -> None:
     async with serving(answering()) as address:
         status, answer, _ = await post(address, leg)
     assert (400, "bootstrap_host") == (status, answer["error"]["param"])
+
+
+async def test_a_client_that_takes_nothing_is_gone_after_the_stall_time() -> None:
+    timeouts = msgspec.structs.replace(CONFIG.timeouts, stall_seconds=0.2)
+    config = msgspec.structs.replace(CONFIG, timeouts=timeouts)
+
+    def script(submission: Submission) -> list[Step]:
+        # More than the kernel's buffers of both sides hold.
+        long = Output(token_id=1, text="x" * (1 << 20), logprob=-1.0, top_logprobs=())
+        return [*[long] * 32, threading.Event()]
+
+    engine = ScriptedEngine(script)
+    body = json.dumps({"prompt": "x", "stream": True}).encode()
+    async with serving(engine, config=config) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as client:
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            client.sendall(head.encode() + body)
+            reasons = await asyncio.to_thread(engine.wait_for_cancels, 1)
+    assert [Reason.CLIENT_GONE] == reasons

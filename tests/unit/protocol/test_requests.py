@@ -217,7 +217,7 @@ def test_what_changes_nothing_is_accepted() -> None:
         modalities=["text"],
         nobody_knows=[{"this": 1}],
     )
-    complete(best_of=2, n=2, echo=False, suffix="", logprobs=None, stop=None)
+    complete(best_of=1, echo=False, suffix="", logprobs=None, stop=None)
 
 
 def test_the_model_must_be_the_served_one() -> None:
