@@ -48,11 +48,12 @@ class Leg:
 class LegTable:
     """All live legs, at most one for a room and one for a rid."""
 
-    __slots__ = ("_by_rid", "_by_room", "_legs_max", "_lock", "draining")
+    __slots__ = ("_by_rid", "_by_room", "_ended", "_legs_max", "_lock", "draining")
 
     def __init__(self, *, legs_max: int) -> None:
         self._legs_max = legs_max
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
         self._by_room: dict[int, Leg] = {}
         self._by_rid: dict[str, Leg] = {}
         self.draining = False
@@ -121,7 +122,13 @@ class LegTable:
             if leg is not None:
                 del self._by_room[leg.key.room]
                 del self._by_rid[leg.submission.rid]
+                self._ended.notify_all()
         return leg
+
+    def wait_empty(self, seconds: float) -> None:
+        """Wait until no leg is open, at most so long."""
+        with self._ended:
+            self._ended.wait_for(lambda: not self._by_room, timeout=seconds)
 
     def keys(self) -> tuple[Key, ...]:
         """The keys of all live legs."""

@@ -69,15 +69,11 @@ class NativeEngine:
         self._inbox.post(LegCancelled(leg.key, reason))
         return True
 
-    def drain(self) -> None:
-        """Take nothing new from now on."""
+    def drain(self, seconds: float = 0.0) -> None:
+        """Take nothing new from now on, and wait at most so long for what runs."""
         self._legs.draining = True
         self._inbox.post(Drained())
-
-    @property
-    def legs_open(self) -> int:
-        """Sequences that have not ended."""
-        return len(self._legs)
+        self._legs.wait_empty(seconds)
 
     def state(self) -> EngineState:
         """A snapshot; ready means that a leg sent now can be served."""

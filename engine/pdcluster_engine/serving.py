@@ -12,7 +12,6 @@ import structlog
 
 from pdcluster_engine.assembly import Assembly
 from pdcluster_engine.http import build_app, serve
-from pdcluster_engine.native import NativeEngine
 from pdcluster_engine.text import TextCodec
 from pdcluster_protocol.config import EngineConfig
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 DRAIN_SECONDS = 1.0
 """What running requests get after SIGTERM; a pod's longer drain happens before that signal."""
 CLEANUP_SECONDS = 0.3
-_LOOK_SECONDS = 0.02
 
 log = structlog.get_logger()
 
@@ -44,15 +42,7 @@ async def serve_until_stopped(
     assembly.loop.open_link()
     log.info("serving", startup_seconds=round(time.monotonic() - started, 3))
     await stop.wait()
-    assembly.engine.drain()
-    await _idle(assembly.engine)
+    await asyncio.to_thread(assembly.engine.drain, DRAIN_SECONDS)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(runner.cleanup(), CLEANUP_SECONDS)
     log.info("stopped", reason="ShuttingDown")
-
-
-async def _idle(engine: NativeEngine) -> None:
-    """Until no leg is open, at most the drain time."""
-    deadline = time.monotonic() + DRAIN_SECONDS
-    while engine.legs_open and time.monotonic() < deadline:
-        await asyncio.sleep(_LOOK_SECONDS)

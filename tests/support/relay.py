@@ -37,8 +37,11 @@ DEADLINE_SECONDS = 30.0
 class Port:
     """One engine's place at the relay."""
 
-    def __init__(self, path: str, *, incarnation: str, address: RankAddress) -> None:
+    def __init__(
+        self, path: str, *, incarnation: str, address: RankAddress, refused: str = ""
+    ) -> None:
         self.incarnation = incarnation
+        self.refused = refused
         self.address = address
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(path)
@@ -48,6 +51,7 @@ class Port:
         self.hello: EngineHello | None = None
         self.hellos = 0
         self.load = Load()
+        self.pulses = 0
         self.dumps: list[bytes] = []
 
     def say(self, message: SidecarToEngine) -> None:
@@ -106,6 +110,14 @@ class Relay:
                 lambda: pages_free == port.load.pages_free, timeout=DEADLINE_SECONDS
             ), port.load
 
+    def wait_pulses(self, port: Port, count: int) -> None:
+        """Until an engine has said so many times more that it lives, twice a second."""
+        with self._changed:
+            wanted = port.pulses + count
+            assert self._changed.wait_for(
+                lambda: port.pulses >= wanted, timeout=DEADLINE_SECONDS + count
+            )
+
     def cancel(self, port: Port, rid: str) -> None:
         """As a router's abort would."""
         port.say(CancelLeg(rid, None, Reason.ABORTED))
@@ -148,7 +160,7 @@ class Relay:
             case EngineHello():
                 port.hello = message
                 port.hellos += 1
-                port.say(HelloAnswer(port.incarnation, port.address))
+                port.say(HelloAnswer(port.incarnation, port.address, port.refused))
             case Resolve(host, number):
                 self._resolve(port, RankAddress(host, number))
             case Outbound(to, inner):
@@ -156,6 +168,7 @@ class Relay:
                 self._by_address[to].say(Inbound(inner, port.incarnation))
             case Pulse(_, load):
                 port.load = load
+                port.pulses += 1
             case DumpAnswered(_, text):
                 port.dumps.append(text)
 
