@@ -95,7 +95,8 @@ class Surface:
         try:
             exchange.submit()
             async with asyncio.timeout(HEALTH_GENERATE_SECONDS):
-                await exchange.fresh()
+                while exchange.open:
+                    await exchange.fresh()
         except TimeoutError as error:
             raise NotReady(f"no token within {HEALTH_GENERATE_SECONDS:g} s") from error
         except PDClusterError as error:

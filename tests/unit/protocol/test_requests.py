@@ -16,7 +16,6 @@ from pdcluster_protocol.requests import (
 
 LIMITS = RequestLimits(served_name="tiny", max_context=100, vocab_size=512)
 HELLO = [{"role": "user", "content": "hello"}]
-ROOM_MAX = (1 << 63) - 1
 
 
 def parse(api: Api, **fields: Any) -> ParsedRequest:
@@ -353,72 +352,6 @@ def test_what_does_not_fit_is_too_large(
         caught.value.field,
     )
     assert detail in caught.value.detail
-
-
-def test_a_leg_names_its_partner() -> None:
-    leg = complete(
-        bootstrap_host="127.64.0.1",
-        bootstrap_port=8998,
-        bootstrap_room=ROOM_MAX,
-        routed_dp_rank=1,
-        disagg_prefill_dp_rank=0,
-        pd_attempt=(1 << 64) - 1,
-        pd_budget_seconds=12.5,
-    ).leg
-    assert leg is not None
-    assert (("127.64.0.1",), (8998,), (ROOM_MAX,)) == (leg.hosts, leg.ports, leg.rooms)
-    assert (1, 0, (1 << 64) - 1, 12.5, True) == (
-        leg.routed_dp_rank,
-        leg.prefill_dp_rank,
-        leg.attempt,
-        leg.budget_seconds,
-        leg.paired,
-    )
-
-
-def test_every_sequence_gets_its_own_room() -> None:
-    counted = complete(prompt=["a", "b"], n=2, bootstrap_host="h", bootstrap_room=7).leg
-    listed = complete(
-        prompt=["a", "b"],
-        bootstrap_host=["h", "i"],
-        bootstrap_port=[1, None],
-        bootstrap_room=[7, 3],
-    ).leg
-    assert counted is not None
-    assert listed is not None
-    assert (7, 8, 9, 10) == counted.rooms
-    assert (("h", "i"), (1, None), (7, 3)) == (listed.hosts, listed.ports, listed.rooms)
-
-
-def test_the_host_of_health_checks_is_computed_alone() -> None:
-    leg = complete(bootstrap_host="2.2.2.2", bootstrap_room=0).leg
-    assert leg is not None
-    assert ((None,), False) == (leg.rooms, leg.paired)
-
-
-@pytest.mark.parametrize(
-    ("fields", "detail"),
-    [
-        ({"bootstrap_room": 0}, "bootstrap_room is 0; it must be in [1, 9223372036854775807]"),
-        ({"bootstrap_room": -1}, "bootstrap_room is -1; it must be in"),
-        ({"bootstrap_room": 1 << 63}, "bootstrap_room is 9223372036854775808; it must be in"),
-        ({"bootstrap_room": "7"}, 'bootstrap_room is "7"; it must be an integer, or a list'),
-        ({"bootstrap_room": [1, 2]}, "bootstrap_room is [1, 2]; it must have one entry per"),
-        ({"bootstrap_room": ROOM_MAX, "n": 2}, "it must be in [1, 9223372036854775807]"),
-        ({"bootstrap_host": "h"}, "bootstrap_room is missing; bootstrap_host 'h' needs one"),
-        ({"bootstrap_host": "", "bootstrap_room": 5}, 'bootstrap_host is ""; it must have 1 to'),
-        ({"bootstrap_host": 5}, "bootstrap_host is 5; it must be a string, or a list"),
-        ({"bootstrap_port": 0}, "bootstrap_port is 0; it must be in [1, 65535]"),
-        ({"bootstrap_port": 70000}, "bootstrap_port is 70000; it must be in [1, 65535]"),
-        ({"routed_dp_rank": -1}, "routed_dp_rank is -1; it must be in"),
-        ({"pd_attempt": 0}, "pd_attempt is 0; it must be in"),
-        ({"pd_attempt": 5, "n": 2}, "pd_attempt is 5; it must be absent when a body carries"),
-        ({"pd_budget_seconds": 0}, "pd_budget_seconds is 0; it must be above 0"),
-    ],
-)
-def test_a_wrong_leg_is_refused_by_name(fields: dict[str, Any], detail: str) -> None:
-    error = refused(Api.COMPLETIONS, json.dumps({"prompt": "hello", **fields}).encode())
-    assert detail in error.detail
 
 
 def test_a_long_value_is_cut_in_the_error() -> None:
