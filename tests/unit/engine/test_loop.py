@@ -433,6 +433,7 @@ def test_messages_of_the_sidecar_become_the_nodes_events(
 ) -> None:
     bench, port, _ = joined
     bench.submit()
+    until(lambda: any(isinstance(event, LegArrived) for event in bench.node.seen))
     message = Accepted(KEY, 0)
     for said in (
         Inbound(message, "peer"),
