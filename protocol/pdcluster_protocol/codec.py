@@ -45,7 +45,8 @@ class Codec(Generic[MessageT]):
             raise WireError(f"message of {len(raw)} bytes; at most {self._bytes_max} are taken")
         try:
             return self._decoder.decode(raw)
-        except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            # Values nested without end, also below an unknown field, end in a RecursionError.
             raise WireError(f"undecodable message: {error}") from error
 
 

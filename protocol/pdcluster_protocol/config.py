@@ -135,5 +135,5 @@ def decode_config(raw: bytes, kind: type[ConfigT], *, source: str) -> ConfigT:
     """
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, ConfigError, RecursionError) as error:
         raise ConfigError(f"{source}: {error}") from error

@@ -41,7 +41,9 @@ class Fencing:
             return "nobody is delayed"
         if pages > ledger.setup.limits.quarantine_fraction_max * ledger.pool.size:
             return "quarantine passed its bound"
-        if head is not None and ledger.pool.free_count < head.pages:
+        if head is not None and (
+            ledger.pool.free_count < head.pages or (head.slot and ledger.slots.free_count == 0)
+        ):
             return "a request waits for these pages"
         if ledger.now - oldest > ABORT_BUDGETS_MAX * ledger.setup.timeouts.abort_seconds:
             return "the pages waited too long"

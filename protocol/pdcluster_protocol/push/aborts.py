@@ -7,6 +7,8 @@ or of another incarnation of the instance, proves nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from pdcluster_protocol.ids import Key
@@ -46,15 +48,15 @@ class Aborts:
             self._ledger.send(rank.address, Abort(key, self._ledger.address))
 
     def begin(
-        self, key: Key, *, ranks: tuple[RankCard, ...], incarnation: str, provable: bool
+        self, key: Key, *, ranks: Mapping[int, RankCard], incarnation: str, provable: bool
     ) -> None:
-        """Ask every rank for proof; `provable` False: none can come, only a fence helps."""
+        """Ask every rank, named by its unique rank, for proof; `provable` False: none can come."""
         limits, timeouts = self._ledger.setup.limits, self._ledger.setup.timeouts
         self._generation += 1
         self._pending[key] = PendingAbort(
             generation=self._generation,
             incarnation=incarnation,
-            ranks=dict(enumerate(ranks)),
+            ranks=dict(ranks),
             repeat_seconds=limits.retransmit_seconds_min,
         )
         self._ledger.set_clock(Clock.ABORT, key, timeouts.abort_seconds)

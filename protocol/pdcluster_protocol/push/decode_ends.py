@@ -49,10 +49,11 @@ class DecodeEnds:
         elif writable:
             ledger.pool.quarantine(room.key, ledger.now, needs_fence=not provable)
             ledger.slots.quarantine(room.key, ledger.now, needs_fence=not provable)
+            assert room.card is not None
             self._aborts.begin(
                 room.key,
-                ranks=room.ranks,
-                incarnation=room.card.incarnation if room.card else "",
+                ranks={r.coordinate.unique_rank(room.card.parallel): r for r in room.ranks},
+                incarnation=room.card.incarnation,
                 provable=provable,
             )
         elif stop:

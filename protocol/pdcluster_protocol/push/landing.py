@@ -66,7 +66,11 @@ class Landing:
         """Take announced runs and start to verify them; what is wrong with one, or empty."""
         if message.rank not in self._ranks:
             return f"rank {message.rank} is none of {sorted(self._ranks)}"
+        setup = self._ledger.setup
+        runs_max = len(setup.layout.regions) * len(self._pages) + len(setup.metadata_buffers)
         for run in message.runs:
+            if not 0 <= run.index < runs_max:
+                return f"run {run.index} of rank {message.rank}: there are at most {runs_max}"
             name = (message.rank, run.index)
             known = self._runs.get(name)
             if known is not None:
@@ -125,7 +129,6 @@ class Landing:
             pages=self._pages,
             prompt_tokens=self._prompt_tokens,
             metadata_rows=[rows for _, rows in self._ledger.setup.metadata_buffers],
-            slot=self._slot,
         )
 
     def _verify(self, name: tuple[int, int], run: Run) -> None:

@@ -49,8 +49,15 @@ class Publishing:
             name = (rank.address, incarnation)
             if register_again or name not in self._registered:
                 self._register(rank, ledger.session, ledger.address)
-                self._registered.add(name)
+                self._remember(name)
             ledger.send(rank.address, message)
+
+    def _remember(self, name: tuple[RankAddress, str]) -> None:
+        # Every restart of a prefill instance adds a name; telling a peer twice costs one message.
+        known = self._registered
+        if name not in known and len(known) >= self._ledger.setup.limits.peers_max:
+            known.clear()
+        known.add(name)
 
     def _metadata(self, room: DecodeRoom, session: str, reply_to: RankAddress) -> TransferMetadata:
         assert room.landing is not None

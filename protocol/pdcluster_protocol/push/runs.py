@@ -107,15 +107,16 @@ def coverage_fault(
     pages: Sequence[int],
     prompt_tokens: int,
     metadata_rows: Sequence[int],
-    slot: int,
 ) -> str:
     """What is missing or wrong in a complete list of runs; empty when every byte is there once.
 
-    `metadata_rows` are the bytes of one slot in each metadata buffer.
+    `metadata_rows` are the bytes of one slot in each metadata buffer. The order of the runs means
+    nothing: writes end in any order. Each run has passed `run_fault`.
     """
+    place = {page: index for index, page in enumerate(pages)}
     position = [0] * len(layout.regions)
     rows_seen = [False] * len(metadata_rows)
-    for run in runs:
+    for run in sorted(runs, key=lambda run: place.get(run.first_page, -1)):
         if run.region >= len(layout.regions):
             buffer = run.region - len(layout.regions)
             if rows_seen[buffer]:
@@ -160,6 +161,9 @@ def run_fault(
     if run.pages < 1 or run.nbytes < 1 or run.nbytes > run.pages * layout.item_bytes(run.region):
         return f"run {run.index} has {run.pages} pages and {run.nbytes} bytes"
     start = page_positions.get(run.first_page)
-    if start is None or start + run.pages > len(page_positions):
+    if start is None or run.pages > len(page_positions) - start:
         return f"page {run.first_page} of run {run.index} is not of this request"
+    for ahead in range(1, run.pages):
+        if page_positions.get(run.first_page + ahead) != start + ahead:
+            return f"page {run.first_page + ahead} of run {run.index} is not of this request"
     return ""
