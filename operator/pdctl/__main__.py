@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 EXIT_CONFIG = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+DOWN_SECONDS = 10.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,6 +93,14 @@ def _run(options: argparse.Namespace) -> int:
             return _plan(options)
         case "size":
             return _size(options)
+        case "up":
+            return _up(options)
+        case "ps":
+            return _ps(options)
+        case "down":
+            return _down(options)
+        case "generate":
+            return _generate(options)
         case _:
             raise ConfigError(f"command {options.command!r} is unknown")
 
@@ -118,6 +127,61 @@ def _size(options: argparse.Namespace) -> int:
         raise ConfigError(f"--memory-gb is {options.memory_gb}; it must be positive")
     memory = memory_bytes() if options.memory_gb is None else int(options.memory_gb * 1e9)
     print(size_table(_load(options), options.file.resolve().parent, memory_bytes=memory))
+    return 0
+
+
+def _up(options: argparse.Namespace) -> int:
+    from pdctl.up import UpOptions, up
+
+    admin_port = options.port + 1 if options.admin_port is None else options.admin_port
+    for flag, port in (("--port", options.port), ("--admin-port", admin_port)):
+        if not 1 <= port <= 65535:
+            raise ConfigError(f"{flag} is {port}; it must be in [1, 65535]")
+    if options.port == admin_port:
+        raise ConfigError(f"--admin-port is {admin_port}; it must differ from --port")
+    return up(
+        _load(options),
+        UpOptions(
+            source_folder=options.file.resolve().parent,
+            port=options.port,
+            admin_port=admin_port,
+            detach=options.detach,
+        ),
+    )
+
+
+def _ps(options: argparse.Namespace) -> int:
+    from pdctl.control import runs
+    from pdctl.table import process_table
+
+    found = [run for run in runs() if options.name in {None, run.spec.cluster}]
+    for run in found:
+        print(f"{run.spec.cluster}  {run.spec.endpoint}  {run.spec.folder}")
+        print(process_table(run.spec, run.state))
+    if not found:
+        print("nothing runs")
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    from pdctl.control import find_run, stop
+
+    run = find_run(options.name)
+    stop(run, deadline_seconds=DOWN_SECONDS)
+    print(f"{run.spec.cluster} ended")
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from pdctl.asking import generate, only_model, request
+    from pdctl.control import find_run
+
+    if options.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {options.max_tokens}; it must be at least 1")
+    url = (options.url or find_run(options.name).spec.endpoint).rstrip("/")
+    model = options.model or only_model(url)
+    body = request(model, options.prompt, options.max_tokens)
+    generate(url, {**body, "temperature": options.temperature})
     return 0
 
 

@@ -15,7 +15,6 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,9 +24,12 @@ import msgspec
 from pdcluster_operator.place import SLOT_MAX, TRANSPORT_RANGE_COUNT, pod_address
 from pdcluster_protocol.config import SIDECAR_HTTP_PORT
 from pdcluster_protocol.errors import ConfigError
+from pdctl.preflight import can_listen
 
 SOCKET_PATH_LENGTH_MAX = 100
 """A unix socket's path may have 107 bytes; the names inside a run folder are short."""
+NOBODYS_ADDRESS = "127.64.255.1"
+"""An address like those of pods that no slot has: busy here means busy everywhere."""
 _CLAIM_TRIES_MAX = 100
 
 
@@ -101,10 +103,15 @@ def claim_slot(base: Path) -> Claim:
     """The first free slot; one whose addresses another user's run listens on is passed over.
 
     Raises:
-        ConfigError: all slots are taken.
+        ConfigError: all slots are taken, or something listens on every address.
     """
+    if not can_listen(NOBODYS_ADDRESS, SIDECAR_HTTP_PORT):
+        raise ConfigError(
+            f"port {SIDECAR_HTTP_PORT} is busy on all addresses; end what listens on"
+            f" 0.0.0.0:{SIDECAR_HTTP_PORT}: sidecars need that port"
+        )
     for found in _claims(base, "slot", range(1, SLOT_MAX + 1)):
-        if _can_listen(pod_address(found.number, 1), SIDECAR_HTTP_PORT):
+        if can_listen(pod_address(found.number, 1), SIDECAR_HTTP_PORT):
             return found
         found.release()
     raise ConfigError(f"all {SLOT_MAX} slots for local runs are taken; end one with pdctl down")
@@ -121,7 +128,7 @@ def claim_transport_ranges(
     claims: list[Claim] = []
     if count:
         for found in _claims(base, "ports", range(TRANSPORT_RANGE_COUNT)):
-            if not _can_listen("0.0.0.0", first_port(found.number)):  # noqa: S104  # as it will
+            if not can_listen("0.0.0.0", first_port(found.number)):  # noqa: S104  # as it will
                 found.release()
                 continue
             claims.append(found)
@@ -184,14 +191,3 @@ def _claims(base: Path, kind: str, numbers: Iterable[int]) -> Iterator[Claim]:
         found = claim(base / f"{kind}-{number}.lock", number)
         if found is not None:
             yield found
-
-
-def _can_listen(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True

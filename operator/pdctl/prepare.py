@@ -1,0 +1,180 @@
+"""From a plan to a run folder: claims, configuration files, keys, and the list of processes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from pdcluster_operator.place import (
+    TRANSPORT_PORT_COUNT,
+    TRANSPORT_PORT_MIN,
+    Place,
+    engine_count,
+    place_locally,
+)
+from pdcluster_operator.plan import Plan, PodPlan
+from pdcluster_protocol.config import EngineConfig, RouterConfig, SidecarConfig
+from pdctl.preflight import require_free_ports
+from pdctl.processes import LOGS_FOLDER, RUN_FILE, ProcessSpec, RunSpec
+from pdctl.run_folder import Claim, claim_slot, claim_transport_ranges, run_folder
+
+KEY_ID = "local-1"
+KEY_BYTES = 32
+CONFIGS_FOLDER = "configs"
+KEYS_FOLDER = "keys"
+GPU_DEVICE = Path("/dev/nvidiactl")
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A run that can be started: everything is on disk, and the claims are held."""
+
+    spec: RunSpec
+    plan: Plan
+    claims: tuple[Claim, ...]
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.spec.folder)
+
+
+def prepare(plan: Plan, base: Path, *, source_folder: Path, port: int, admin_port: int) -> Prepared:
+    """Claim a slot and ports, place the plan, and write what its processes read.
+
+    Raises:
+        ConfigError: no slot or ports are left, or a port is busy; nothing is left behind then.
+    """
+    claims = [claim_slot(base)]
+    try:
+        claims += claim_transport_ranges(
+            base,
+            engine_count(plan),
+            first_port=lambda number: TRANSPORT_PORT_MIN + number * TRANSPORT_PORT_COUNT,
+        )
+        slot, ranges = claims[0], claims[1:]
+        folder = run_folder(base, slot.number)
+        place = Place(
+            slot=slot.number,
+            run_folder=str(folder),
+            source_folder=str(source_folder),
+            router_port=port,
+            admin_port=admin_port,
+            transport_ranges=tuple(claim.number for claim in ranges),
+        )
+        placed = place_locally(plan, place)
+        require_free_ports(placed)
+        spec = _write(placed, folder, tuple(str(claim.path) for claim in claims))
+    except BaseException:
+        for held in claims:
+            held.release()
+        raise
+    return Prepared(spec, placed, tuple(claims))
+
+
+def _write(plan: Plan, folder: Path, lock_files: tuple[str, ...]) -> RunSpec:
+    folder.mkdir(mode=0o700)
+    for name in (CONFIGS_FOLDER, LOGS_FOLDER, KEYS_FOLDER):
+        (folder / name).mkdir(mode=0o700)
+    _write_private(folder / KEYS_FOLDER / KEY_ID, secrets.token_bytes(KEY_BYTES))
+    router = plan.routers[0]
+    spec = RunSpec(
+        cluster=plan.cluster,
+        folder=str(folder),
+        lock_files=lock_files,
+        endpoint=f"http://{router.host}:{router.port}",
+        admin=f"http://{router.host}:{router.admin_port}",
+        served_name=router.served_name,
+        processes=tuple(_processes(plan, folder)),
+    )
+    _write_private(folder / RUN_FILE, msgspec.json.encode(spec))
+    return spec
+
+
+def _processes(plan: Plan, folder: Path) -> Iterator[ProcessSpec]:
+    # A fork of a process that has used a GPU is not allowed, and a warm parent might.
+    forked = not GPU_DEVICE.exists()
+    if forked:
+        yield ProcessSpec(name="nursery", kind="nursery", argv=_module("pdcluster_engine.nursery"))
+    for router in plan.routers:
+        yield _router(router, folder)
+    for pod in plan.pods:
+        yield _sidecar(pod, folder)
+        for engine in pod.engines:
+            yield _engine(engine, folder, forked=forked)
+
+
+def _router(config: RouterConfig, folder: Path) -> ProcessSpec:
+    path = _config(folder, config.instance, config)
+    return ProcessSpec(
+        name=config.instance,
+        kind="router",
+        argv=(*_module("pdcluster_sidecar.router"), "--config", path),
+        config=path,
+        instance=config.instance,
+        role="router",
+        ports=(f"{config.host}:{config.port}", str(config.admin_port)),
+        ready_url=f"http://{config.host}:{config.port}/ready",
+    )
+
+
+def _sidecar(pod: PodPlan, folder: Path) -> ProcessSpec:
+    config = pod.sidecar
+    path = _config(folder, f"{config.instance}-sidecar", config)
+    last = config.control_port + config.parallel.rank_count - 1
+    control = f"{config.control_port}-{last}" if last > config.control_port else str(last)
+    return ProcessSpec(
+        name=f"{config.instance}/sidecar",
+        kind="sidecar",
+        argv=(*_module("pdcluster_sidecar"), "--config", path),
+        config=path,
+        instance=config.instance,
+        role=config.role,
+        ports=(f"{config.host}:{config.http_port}", control),
+        ready_url=f"http://{config.host}:{config.http_port}/ready",
+    )
+
+
+def _engine(config: EngineConfig, folder: Path, *, forked: bool) -> ProcessSpec:
+    name = f"engine-{config.dp_rank}"
+    path = _config(folder, f"{config.instance}-{name}", config)
+    parallel = config.parallel
+    ranks = f"dp{config.dp_rank}"
+    if parallel.ranks_per_dp > 1:
+        ranks += f" (tp{parallel.attention_tp} cp{parallel.cp} pp{parallel.pp})"
+    return ProcessSpec(
+        name=f"{config.instance}/{name}",
+        kind="engine",
+        argv=(*_module("pdcluster_engine"), "--config", path),
+        forked=forked,
+        config=path,
+        instance=config.instance,
+        role=config.role,
+        ranks=ranks,
+        ports=(
+            f"{config.host}:{config.http_port}",
+            f"{config.transport_port_min}-{config.transport_port_max}",
+        ),
+        ready_url=f"http://{config.host}:{config.http_port}/health",
+    )
+
+
+def _module(name: str) -> tuple[str, ...]:
+    # -P: the folder a user happens to stand in is no source of modules.
+    return (sys.executable, "-P", "-m", name)
+
+
+def _config(folder: Path, name: str, config: EngineConfig | SidecarConfig | RouterConfig) -> str:
+    path = folder / CONFIGS_FOLDER / f"{name}.json"
+    _write_private(path, msgspec.json.format(msgspec.json.encode(config), indent=2))
+    return str(path)
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
