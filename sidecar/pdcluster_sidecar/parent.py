@@ -27,5 +27,5 @@ def die_with_parent() -> None:
     # The parent may have died before the call, and then no signal will ever come.
     if str(os.getppid()) != named:
         raise ConfigError(
-            f"{PARENT_VARIABLE} is {named}, but the parent is {os.getppid()}: the supervisor is gone"
+            f"{PARENT_VARIABLE} is {named}, but the parent is {os.getppid()}: it is gone"
         )

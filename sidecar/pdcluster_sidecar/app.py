@@ -1,0 +1,85 @@
+"""The HTTP side: which paths are open, which need a signature, and how errors are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
+from pdcluster_protocol.config import SidecarConfig
+from pdcluster_protocol.errors import PDClusterError, Unauthorized
+from pdcluster_sidecar.ranks import Ranks
+from pdcluster_sidecar.relay import Relay
+from pdcluster_sidecar.routes import control, health, registry
+from pdcluster_sidecar.telemetry import Metrics
+
+BODY_BYTES_MAX: Final = 4 << 20
+SIGNED_PREFIX: Final = "/pd/v1/"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_app(
+    config: SidecarConfig,
+    *,
+    ranks: Ranks,
+    relay: Relay,
+    metrics: Metrics,
+    signer: HttpSigner,
+    verifier: HttpVerifier,
+) -> web.Application:
+    """The application of one sidecar."""
+    guard = _Guard(verifier, metrics, interop=config.interop == "Allow")
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await guard.handle(request, handler)
+
+    app = web.Application(middlewares=[guarded], client_max_size=BODY_BYTES_MAX)
+    health.add(app, ranks, metrics)
+    registry.add(app, ranks.registry)
+    control.add(app, ranks=ranks, relay=relay, metrics=metrics, signer=signer)
+    return app
+
+
+class _Guard:
+    """Checks signatures in front of every handler, and turns errors into answers."""
+
+    def __init__(self, verifier: HttpVerifier, metrics: Metrics, *, interop: bool) -> None:
+        self._verifier = verifier
+        self._metrics = metrics
+        self._interop = interop
+
+    async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check, handle, and answer an error in the words of the path."""
+        ours = request.path.startswith(SIGNED_PREFIX)
+        try:
+            if ours or (request.path in registry.PATHS and not self._interop):
+                header = request.headers.get(HEADER)
+                # Without a header there is nothing to check a body against.
+                body = await request.read() if header else b""
+                request[control.SESSION] = self._verifier.verify(
+                    header, request.method, request.raw_path, body
+                )
+            return await handler(request)
+        except Unauthorized as error:
+            self._metrics.unauthorized.inc()
+            if ours:
+                return _error(error)
+            return web.Response(
+                status=401,
+                text=f"{error.detail}; plain peers are taken only with security.interop: Allow",
+            )
+        except PDClusterError as error:
+            return _error(error)
+
+
+def _error(error: PDClusterError) -> web.Response:
+    return web.Response(
+        status=error.http_status,
+        body=msgspec.json.encode({"error": {"code": error.reason, "message": error.detail}}),
+        content_type="application/json",
+        headers={"x-pd-reason": str(error.reason)},
+    )

@@ -1,0 +1,222 @@
+"""Our own engine's ranks: who is linked, what they are together, and the end of them.
+
+A rank is identified by its link. When a link closes its process is dead, and with it the instance:
+the other links are closed too, since their engines' rooms have been declared dead to every peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Final, Protocol, assert_never
+
+from pdcluster_protocol.errors import PDClusterError
+from pdcluster_protocol.ids import RankAddress, Role
+from pdcluster_protocol.instance import InstanceNode, InstancePlan
+from pdcluster_protocol.messages import (
+    DumpAnswered,
+    DumpRequested,
+    EngineHello,
+    EngineToSidecar,
+    HelloAnswer,
+    Inbound,
+    InstanceCard,
+    InstanceDied,
+    Outbound,
+    Pulse,
+    Resolve,
+    SidecarToEngine,
+)
+from pdcluster_protocol.push.registration import registration_of
+from pdcluster_protocol.push.registry import RegistryNode
+from pdcluster_protocol.topology import RankCoordinate
+from pdcluster_sidecar.context import Context
+from pdcluster_sidecar.link import Link
+from pdcluster_sidecar.telemetry import Dropped
+
+HELLO_AGAIN_SECONDS: Final = 0.1
+HELLO_TRIES: Final = 10
+DUMP_SECONDS: Final = 2.0
+
+
+class RankListener(Protocol):
+    """Who acts on what the ranks want from the world."""
+
+    def outbound(self, outbound: Outbound) -> None:
+        """A rank sends a message to a peer's rank."""
+
+    def asked(self, link: Link, address: RankAddress) -> None:
+        """A rank asks who is at this bootstrap address."""
+
+    def died(self, death: InstanceDied) -> None:
+        """The instance ended."""
+
+
+class Ranks:
+    """The links of one instance; implements `LinkOwner`."""
+
+    def __init__(self, context: Context) -> None:
+        self.instance = InstanceNode(_plan(context), context.limits)
+        self.registry = RegistryNode()
+        self.listener: RankListener
+        """Set before the first link can open."""
+        self._config = context.config
+        self._metrics = context.metrics
+        self._log = context.log
+        self._links: dict[RankCoordinate, Link] = {}
+        self._by_port: dict[int, Link] = {}
+        self._dumps: dict[int, asyncio.Future[bytes]] = {}
+        self._dump_count = 0
+        self._loop = asyncio.get_running_loop()
+
+    def card(self) -> InstanceCard:
+        """Who we are."""
+        return self.instance.card(self._loop.time())
+
+    # --- what links say -------------------------------------------------------------------------
+
+    def greeted(self, link: Link, hello: EngineHello) -> None:
+        """A rank said hello."""
+        self._greeted(link, hello, HELLO_TRIES)
+
+    def said(self, link: Link, message: EngineToSidecar) -> None:
+        """A rank said something."""
+        match message:
+            case Outbound():
+                self.listener.outbound(message)
+            case Resolve():
+                self.listener.asked(link, RankAddress(message.host, message.port))
+            case Pulse():
+                self._pulsed(link, message)
+            case DumpAnswered():
+                self._described(message)
+            case EngineHello():
+                link.close("a second hello on one connection")
+            case _:
+                assert_never(message)
+
+    def closed(self, link: Link, detail: str) -> None:
+        """A link ended: the engine is dead, and with it its instance."""
+        coordinate = link.coordinate
+        if coordinate is None or self._links.get(coordinate) is not link:
+            return
+        ended = self.instance.lose(coordinate)
+        others = [other for other in self._links.values() if other is not link]
+        self._links.clear()
+        self._by_port.clear()
+        self.registry.forget()
+        self._metrics.set_ranks(0)
+        self._metrics.engine_deaths.inc()
+        # The peers first: every millisecond counts for those who wait for us.
+        self.listener.died(InstanceDied(ended, f"{self._config.instance}: {detail}"))
+        for other in others:
+            other.coordinate = None
+            other.close("another rank of the instance died")
+        self._log.error(
+            "engine died", dp_rank=coordinate.dp, incarnation=ended, pid=link.pid, detail=detail
+        )
+
+    # --- what is said to them -------------------------------------------------------------------
+
+    def to_all(self, message: SidecarToEngine) -> int:
+        """Tell all own ranks; gives how many were told."""
+        sent = 0
+        for link in self._links.values():
+            if link.send(message):
+                sent += 1
+            else:
+                self._metrics.drop(Dropped.LINK_FULL)
+        return sent
+
+    def to_port(self, port: int, message: Inbound) -> None:
+        """Tell the rank whose control port this is."""
+        link = self._by_port.get(port)
+        if link is None:
+            self._metrics.drop(Dropped.NO_ENGINE)
+        elif link.send(message):
+            self._metrics.received.inc()
+        else:
+            self._metrics.drop(Dropped.LINK_FULL)
+
+    async def dump(self) -> dict[RankCoordinate, bytes]:
+        """What each rank says of itself, as JSON; ranks that do not answer in time are absent."""
+        waiting: dict[RankCoordinate, asyncio.Future[bytes]] = {}
+        numbers = []
+        for coordinate, link in self._links.items():
+            self._dump_count += 1
+            numbers.append(self._dump_count)
+            waiting[coordinate] = self._dumps[self._dump_count] = self._loop.create_future()
+            link.send(DumpRequested(self._dump_count))
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=DUMP_SECONDS)
+        for number in numbers:
+            self._dumps.pop(number, None)
+        return {place: answer.result() for place, answer in waiting.items() if answer.done()}
+
+    # --- details --------------------------------------------------------------------------------
+
+    def _pulsed(self, link: Link, pulse: Pulse) -> None:
+        if link.coordinate is not None:
+            self.instance.pulse(link.coordinate, pulse, self._loop.time())
+
+    def _described(self, answer: DumpAnswered) -> None:
+        waiting = self._dumps.pop(answer.request, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer.json)
+
+    def _greeted(self, link: Link, hello: EngineHello, tries: int) -> None:
+        if hello.coordinate in self._links and tries > 0:
+            # It was restarted, and the end of its old link is not read yet.
+            self._loop.call_later(HELLO_AGAIN_SECONDS, self._greeted, link, hello, tries - 1)
+            return
+        if hello.coordinate in self._links:
+            self._refuse(link, hello, f"rank {hello.coordinate} is linked already")
+            return
+        before = self.instance.incarnation
+        answer = self.instance.join(hello, minted=secrets.token_hex(8), now=self._loop.time())
+        if answer.refused:
+            self._refuse(link, hello, answer.refused)
+            return
+        if self._config.role is Role.PREFILL:
+            self._register(hello, answer, begin=before != answer.incarnation)
+        link.coordinate = hello.coordinate
+        self._links[hello.coordinate] = link
+        self._by_port[answer.address.port] = link
+        self._metrics.set_ranks(len(self._links))
+        link.send(answer)
+        self._log.info(
+            "rank joined",
+            dp_rank=hello.coordinate.dp,
+            incarnation=answer.incarnation,
+            pid=link.pid,
+            rooms=len(hello.rooms),
+        )
+
+    def _register(self, hello: EngineHello, answer: HelloAnswer, *, begin: bool) -> None:
+        if begin:
+            self.registry.begin(answer.incarnation)
+        try:
+            self.registry.register(registration_of(hello, answer.address, answer.incarnation))
+        except PDClusterError as error:
+            self._log.error("rank not registered", dp_rank=hello.coordinate.dp, detail=error.detail)
+
+    def _refuse(self, link: Link, hello: EngineHello, why: str) -> None:
+        address = RankAddress(self._config.host, self._config.control_port)
+        link.send(HelloAnswer("", address, why))
+        link.close(why)
+        self._log.error("rank refused", dp_rank=hello.coordinate.dp, pid=link.pid, detail=why)
+
+
+def _plan(context: Context) -> InstancePlan:
+    config = context.config
+    return InstancePlan(
+        cluster=config.cluster,
+        instance=config.instance,
+        role=config.role,
+        parallel=config.parallel,
+        allocation=config.allocation,
+        fingerprint=config.fingerprint,
+        http=RankAddress(config.host, config.http_port),
+        control_port=config.control_port,
+        session=context.session,
+    )

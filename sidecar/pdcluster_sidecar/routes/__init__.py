@@ -1,0 +1,1 @@
+"""The HTTP paths of the sidecar."""

@@ -1,0 +1,109 @@
+"""One sidecar process put together: link, ranks, relay, heartbeat, HTTP; and taken apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import secrets
+from typing import Final
+
+import structlog
+from aiohttp import web
+
+from pdcluster_protocol.authentication import HttpSigner, HttpVerifier, KeyRing
+from pdcluster_protocol.config import SidecarConfig
+from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.limits import Limits
+from pdcluster_sidecar.app import build_app
+from pdcluster_sidecar.client import SidecarClient
+from pdcluster_sidecar.context import Context
+from pdcluster_sidecar.heartbeat import beat
+from pdcluster_sidecar.link import LinkServer
+from pdcluster_sidecar.ranks import Ranks
+from pdcluster_sidecar.relay import Relay
+from pdcluster_sidecar.telemetry import Metrics
+
+CLOSE_SECONDS: Final = 1.0
+
+
+class Sidecar:
+    """Starts and ends everything, in this order: what others could reach comes last."""
+
+    def __init__(
+        self,
+        config: SidecarConfig,
+        ring: KeyRing,
+        *,
+        log: structlog.typing.FilteringBoundLogger,
+        limits: Limits | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        signer = HttpSigner(ring, secrets.token_hex(8))
+        verifier = HttpVerifier(ring)
+        self._config = config
+        self._log = log
+        self._metrics = Metrics()
+        context = Context(config, signer.session, limits, self._metrics, log)
+        self._client = SidecarClient(signer, verifier)
+        self._ranks = Ranks(context)
+        self._relay = Relay(context, ring, client=self._client, ranks=self._ranks)
+        self._ranks.listener = self._relay
+        self._links = LinkServer(config.link_path, self._ranks)
+        app = build_app(
+            config,
+            ranks=self._ranks,
+            relay=self._relay,
+            metrics=self._metrics,
+            signer=signer,
+            verifier=verifier,
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, or until a part of us fails.
+
+        Raises:
+            ConfigError: a port or path cannot be bound.
+        """
+        try:
+            await self._start()
+            heart = asyncio.create_task(beat(self._relay, self._metrics), name="heartbeat")
+            stopping = asyncio.create_task(stop.wait(), name="stop")
+            await asyncio.wait({heart, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if heart.done():
+                # It runs for ever, so this raises what ended it.
+                heart.result()
+            heart.cancel()
+            await asyncio.gather(heart, return_exceptions=True)
+            self._log.info("sidecar stops")
+        finally:
+            await self._close()
+
+    async def _start(self) -> None:
+        config = self._config
+        self._relay.start()
+        await self._links.start()
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, config.host, config.http_port, backlog=512)
+        try:
+            await site.start()
+        except OSError as error:
+            busy = error.errno == errno.EADDRINUSE
+            what = "is busy" if busy else f"cannot be bound ({error.strerror})"
+            raise ConfigError(
+                f"http_port: {config.host}:{config.http_port} {what}; choose another http_port or"
+                " end the process that holds it"
+            ) from error
+        self._log.info(
+            "sidecar serves",
+            http=f"{config.host}:{config.http_port}",
+            control_port=config.control_port,
+            link=config.link_path,
+        )
+
+    async def _close(self) -> None:
+        await self._links.close()
+        await self._runner.cleanup()
+        await self._relay.close()
+        await self._client.close()
