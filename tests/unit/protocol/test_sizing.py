@@ -167,3 +167,17 @@ def test_every_family_is_sized_by_one_of_three_shapes() -> None:
     sizes = {family: sized({**config, "model_type": family}) for family in FAMILIES}
 
     assert all(sizing.bytes_per_token > 0 for sizing in sizes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(BUILTIN_CONFIGS))
+def test_arithmetic_agrees_with_the_engines_one_token_probe(name: str) -> None:
+    from pdcluster_engine.model.builtin import BUILTIN
+    from pdcluster_engine.model.probe import probe
+
+    model = BUILTIN[name]()
+    found = probe(model, page_size=64).layout
+
+    assert sorted(BUILTIN_CONFIGS) == sorted(BUILTIN)
+    assert found == sized(dict(BUILTIN_CONFIGS[name])).layout
+    assert found == sized(model.config.to_dict()).layout
