@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -100,6 +101,8 @@ def _run(config: EngineConfig, started: float) -> int:
         page_size=config.page_size,
     )
     assembly = assemble(config, model, telemetry=Telemetry())
+    # Libraries left half a million objects; walking them would stop every thread for a while.
+    gc.freeze()
     threads = [
         _start("owner", assembly.loop.run),
         _start("model", assembly.compute.run),

@@ -6,6 +6,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -61,14 +62,14 @@ class Running:
 class Pair:
     """A prefill and a decode engine that can reach each other."""
 
-    def __init__(self, folder: str, *, transport: str, model: str) -> None:
+    def __init__(self, folder: str, *, transport: str, model: str, mode: str) -> None:
         self.prefill_port = Port(f"{folder}/p", incarnation="inc-p", address=BOOTSTRAP)
         self.decode_port = Port(f"{folder}/d", incarnation="inc-d", address=DECODE_ADDRESS)
         self.relay = Relay(
             {BOOTSTRAP: self.prefill_port, RankAddress("127.0.0.1", 8999): self.decode_port}
         )
         self.relay.__enter__()
-        shared = {"transport": transport, "model_source": model}
+        shared = {"transport": transport, "model_source": model, "mode": mode}
         self.prefill = Running(_config(folder, Role.PREFILL, **shared))
         self.decode = Running(_config(folder, Role.DECODE, **shared))
         self.relay.wait_joined()
@@ -94,7 +95,7 @@ class Pair:
         self.relay.__exit__(None, None, None)
 
 
-def _config(folder: str, role: Role, *, transport: str, model_source: str) -> EngineConfig:
+def _config(folder: str, role: Role, **settings: Any) -> EngineConfig:
     letter = role.value[0]
     return EngineConfig(
         cluster="test",
@@ -103,22 +104,28 @@ def _config(folder: str, role: Role, *, transport: str, model_source: str) -> En
         host="127.0.0.1",
         link_path=f"{folder}/{letter}",
         keys_folder=folder,
-        model_source=model_source,
         served_name="tiny",
         max_context=1024,
-        mode="exact",
         chunk=48,
-        transport=transport,  # type: ignore[arg-type]  # the test's parameter
         transport_port_min=16100 if role is Role.PREFILL else 16140,
         transport_port_max=16131 if role is Role.PREFILL else 16171,
         scatter_seed=11 if role is Role.PREFILL else 12,
+        **settings,
     )
 
 
-@pytest.fixture(scope="module", params=["local", "mooncake"])
+SETTINGS = [
+    ("local", "tiny-llama", "exact"),
+    ("mooncake", "tiny-glm", "exact"),
+    ("mooncake", "tiny-llama", "batched"),
+]
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids="-".join)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    transport, model, mode = request.param
     with tempfile.TemporaryDirectory() as folder:
-        running = Pair(folder, transport=request.param, model="builtin://tiny-llama")
+        running = Pair(folder, transport=transport, model=f"builtin://{model}", mode=mode)
         yield running
         running.close()
 
@@ -140,6 +147,23 @@ def test_a_pair_gives_the_same_tokens_and_logprobs_as_one_engine(pair: Pair, len
     assert alone.outputs == second.outputs
     assert [FinishReason.LENGTH] == [output.finish for output in first.outputs]
     assert alone.token_ids[:1] == first.token_ids
+
+
+def test_a_seeded_draw_with_penalties_and_a_stop_is_the_same_in_two_processes(pair: Pair) -> None:
+    sampling = SamplingParameters(
+        temperature=0.9, top_p=0.9, seed=42, repetition_penalty=1.1, frequency_penalty=0.3
+    )
+    prompt = _prompt(70)
+    free = pair.decode.run(pair.submission(prompt, bootstrap=None, sampling=sampling))
+    free.end()
+    # Whatever the fourth token is, it ends the answer there, at its first occurrence.
+    stop = frozenset({free.token_ids[3]})
+    count = free.token_ids.index(free.token_ids[3]) + 1
+    leg = pair.submission(prompt, sampling=sampling, stop_token_ids=stop)
+    first, second = pair.prefill.run(leg), pair.decode.run(leg)
+    assert [(None, "")] * 2 == [first.end(), second.end()]
+    assert free.token_ids[:count] == second.token_ids
+    assert FinishReason.STOP is second.outputs[-1].finish
 
 
 def test_decode_computes_no_prompt_token_and_all_bytes_are_counted(pair: Pair) -> None:
