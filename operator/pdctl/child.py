@@ -25,6 +25,7 @@ class Child:
         "pidfd",
         "restarts",
         "spec",
+        "warm",
     )
 
     def __init__(self, spec: ProcessSpec) -> None:
@@ -34,6 +35,7 @@ class Child:
         self.pidfd = -1
         self.restarts = 0
         self.last_exit: int | None = None
+        self.warm = False
         self._backoff_seconds = 0.0
         self._started_at = 0.0
 
@@ -95,9 +97,11 @@ class Child:
             pid=self.pid,
             restarts=self.restarts,
             last_exit=self.last_exit,
+            warm=self.warm,
         )
 
     def _let_go(self) -> None:
+        self.warm = False
         if self.pidfd >= 0:
             os.close(self.pidfd)
         self.pidfd = -1

@@ -20,8 +20,9 @@ Sample = tuple[str, Mapping[str, str], float]
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the run began."""
 
-    succeeded: int = 0
-    failed: int = 0
+    answered: int = 0
+    others: int = 0
+    """Failed, refused, or left by their client."""
     tokens: int = 0
     kv_bytes: int = 0
 
@@ -29,7 +30,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
         """For a terminal; rates are against `earlier`."""
         rate = (self.tokens - earlier.tokens) / seconds if seconds > 0 else 0.0
         return (
-            f"requests {self.succeeded} ok, {self.failed} failed   tokens {self.tokens}"
+            f"requests {self.answered} answered, {self.others} not   tokens {self.tokens}"
             f" ({rate:.0f}/s)   KV moved {self.kv_bytes / 1e6:.1f} MB"
         )
 
@@ -43,10 +44,10 @@ def read_counters(spec: RunSpec) -> Counters:
         if process.kind == "engine"
         for sample in _scrape(process.ready_url.replace("/health", "/metrics"))
     ]
-    ok = total(router, "pdcluster_requests_total", outcome="ok")
+    answered = total(router, "pdcluster_requests_total", outcome="answered")
     return Counters(
-        succeeded=ok,
-        failed=total(router, "pdcluster_requests_total") - ok,
+        answered=answered,
+        others=total(router, "pdcluster_requests_total") - answered,
         tokens=total(engines, "pdcluster_tokens_generated_total"),
         kv_bytes=total(engines, "pdcluster_kv_bytes_total", kind="kv"),
     )

@@ -30,9 +30,10 @@ class NurseryAnswer(msgspec.Struct, frozen=True):
 class NurseryPipe:
     """Requests to one nursery process, and the children that wait for its answers."""
 
-    __slots__ = ("_pending", "read_fd", "waiting", "write_fd")
+    __slots__ = ("_pending", "process", "read_fd", "waiting", "write_fd")
 
-    def __init__(self, write_fd: int, read_fd: int) -> None:
+    def __init__(self, process: Child, write_fd: int, read_fd: int) -> None:
+        self.process = process
         self.write_fd = write_fd
         self.read_fd = read_fd
         self.waiting: deque[Child] = deque()

@@ -118,6 +118,7 @@ def _router(config: RouterConfig, folder: Path) -> ProcessSpec:
         instance=config.instance,
         role="router",
         ports=(f"{config.host}:{config.port}", str(config.admin_port)),
+        listen_url=f"http://{config.host}:{config.port}/health",
         ready_url=f"http://{config.host}:{config.port}/ready",
     )
 
@@ -135,6 +136,7 @@ def _sidecar(pod: PodPlan, folder: Path) -> ProcessSpec:
         instance=config.instance,
         role=config.role,
         ports=(f"{config.host}:{config.http_port}", control),
+        listen_url=f"http://{config.host}:{config.http_port}/health",
         ready_url=f"http://{config.host}:{config.http_port}/ready",
     )
 

@@ -44,8 +44,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     role: str = ""
     ranks: str = ""
     ports: tuple[str, ...] = ()
+    listen_url: str = ""
+    """Answers 200 as soon as the process listens."""
     ready_url: str = ""
-    """Answers 200 when the process serves."""
+    """Answers 200 when the process serves: a sidecar when all its ranks have joined."""
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +78,8 @@ class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     last_exit: int | None = None
     """Of its last end; negative is a signal."""
+    warm: bool = False
+    """Of the nursery: it has imported everything and forks in milliseconds."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):

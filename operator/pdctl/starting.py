@@ -27,31 +27,71 @@ Tell = Callable[[str], None]
 def wait_until_ready(
     spec: RunSpec, supervision: Supervision, *, deadline_seconds: float, tell: Tell
 ) -> RunState:
-    """Poll until every process serves; `tell` gets one line as each begins to.
+    """Poll until every process serves; `tell` gets one line for each step.
 
     Raises:
         ConfigError: a process refused its configuration.
         PDClusterError: a process or the supervisor keeps ending, or the time ran out.
     """
     started = time.monotonic()
-    waiting = {process.name: process for process in spec.processes if process.ready_url}
+    steps = _steps(spec)
     while True:
         state = _state(spec, supervision)
         if state is not None:
             _require_progress(spec, state)
-            for process in list(waiting.values()):
-                if _serves(process):
-                    del waiting[process.name]
-                    tell(f"{time.monotonic() - started:5.1f} s  {_title(process)} is ready")
-            if not waiting:
+            done = [step for step in steps if step.reached(state)]
+            for step in done:
+                tell(f"{time.monotonic() - started:5.1f} s  {step.text}")
+            steps = [step for step in steps if step not in done]
+            if not steps:
                 return state
         if time.monotonic() - started > deadline_seconds:
             raise PDClusterError(
-                f"not ready after {deadline_seconds:.0f} s (spec.timeouts.startupSeconds):"
-                f" {', '.join(waiting)}",
+                f"not ready after {deadline_seconds:.0f} s (spec.timeouts.startupSeconds); missing:"
+                f" {', '.join(step.text for step in steps)}",
                 reason=Reason.NOT_READY,
             )
         supervision.wait(POLL_SECONDS)
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One thing that start-up waits for; the nursery's has no URL."""
+
+    text: str
+    url: str
+
+    def reached(self, state: RunState) -> bool:
+        """Whether it has come."""
+        if not self.url:
+            return any(process.warm for process in state.processes)
+        try:
+            return exchange("GET", self.url, timeout_seconds=PROBE_SECONDS).status == 200
+        except Unreachable:
+            return False
+
+
+def _steps(spec: RunSpec) -> list[Step]:
+    """All steps, in the order in which they usually come."""
+    listens = [
+        Step(f"{process.kind} {process.instance} listens", process.listen_url)
+        for process in spec.processes
+        if process.listen_url
+    ]
+    warm = [Step("nursery is warm", "") for p in spec.processes if p.kind == "nursery"]
+    order = {"engine": 0, "sidecar": 1, "router": 2}
+    serving = [process for process in spec.processes if process.ready_url]
+    serving.sort(key=lambda process: order.get(process.kind, 0))
+    return [*listens, *warm, *(Step(_ready_text(p), p.ready_url) for p in serving)]
+
+
+def _ready_text(process: ProcessSpec) -> str:
+    match process.kind:
+        case "sidecar":
+            return f"{process.role} {process.instance} is ready: all ranks have joined"
+        case "router":
+            return f"router {process.instance} is ready: it has a pair"
+        case _:
+            return f"{process.kind} {process.instance} {process.ranks} serves".replace("  ", " ")
 
 
 def last_words(folder: Path, name: str) -> str:
@@ -97,16 +137,3 @@ def _require_progress(spec: RunSpec, state: RunState) -> None:
                 f" {process.last_exit}: {last_words(Path(spec.folder), process.name)}",
                 reason=Reason.NOT_READY,
             )
-
-
-def _serves(process: ProcessSpec) -> bool:
-    try:
-        answer = exchange("GET", process.ready_url, timeout_seconds=PROBE_SECONDS)
-    except Unreachable:
-        return False
-    return answer.status == 200
-
-
-def _title(process: ProcessSpec) -> str:
-    parts = [process.kind, process.instance, process.ranks]
-    return " ".join(part for part in parts if part)

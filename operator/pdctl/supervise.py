@@ -130,14 +130,16 @@ class Supervisor:
                 return
         self._popen[popen.pid] = popen
         if is_nursery:
-            self._open_nursery(popen)
+            self._open_nursery(child, popen)
         self._hold(child, popen.pid)
 
-    def _open_nursery(self, popen: subprocess.Popen[bytes]) -> None:
+    def _open_nursery(self, child: Child, popen: subprocess.Popen[bytes]) -> None:
         assert popen.stdin is not None  # noqa: S101  # both are pipes, as `_execute` asked
         assert popen.stdout is not None  # noqa: S101
         # Duplicates, so that the pipe is closed by `NurseryPipe` and by nothing else.
-        self._nursery = NurseryPipe(os.dup(popen.stdin.fileno()), os.dup(popen.stdout.fileno()))
+        self._nursery = NurseryPipe(
+            child, os.dup(popen.stdin.fileno()), os.dup(popen.stdout.fileno())
+        )
         popen.stdin.close()
         popen.stdout.close()
         os.set_blocking(self._nursery.write_fd, False)
@@ -178,7 +180,9 @@ class Supervisor:
             self._on_answer(nursery, answer)
 
     def _on_answer(self, nursery: NurseryPipe, answer: NurseryAnswer) -> None:
-        if answer.pid is not None and nursery.waiting:
+        if answer.ready is not None:
+            nursery.process.warm = True
+        elif answer.pid is not None and nursery.waiting:
             self._hold(nursery.waiting.popleft(), answer.pid)
         elif answer.error is not None and nursery.waiting:
             child = nursery.waiting.popleft()

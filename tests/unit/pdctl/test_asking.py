@@ -188,7 +188,7 @@ def test_the_first_prompt_is_answered_with_its_usage(router: Canned, tmp_path: P
 
 METRICS = r"""
 # HELP pdcluster_requests_total requests
-pdcluster_requests_total{outcome="ok",reason=""} 3.0
+pdcluster_requests_total{outcome="answered",reason=""} 3.0
 pdcluster_requests_total{outcome="failed",reason="a \" , b"} 2.0
 pdcluster_kv_bytes_total{kind="kv"} 1e6
 pdcluster_kv_bytes_total{kind="metadata"} 7
@@ -201,15 +201,15 @@ def test_counters_are_summed_by_name_and_labels() -> None:
     samples = list(parse(METRICS))
 
     assert 5 == total(samples, "pdcluster_requests_total")
-    assert 3 == total(samples, "pdcluster_requests_total", outcome="ok")
+    assert 3 == total(samples, "pdcluster_requests_total", outcome="answered")
     assert 1_000_000 == total(samples, "pdcluster_kv_bytes_total", kind="kv")
     assert 1 == total(samples, "other")
 
 
 def test_the_line_of_counters_shows_rates() -> None:
-    line = Counters(succeeded=2, tokens=30, kv_bytes=5_000_000).line(Counters(tokens=10), 2.0)
+    line = Counters(answered=2, tokens=30, kv_bytes=5_000_000).line(Counters(tokens=10), 2.0)
 
-    assert "requests 2 ok, 0 failed   tokens 30 (10/s)   KV moved 5.0 MB" == line
+    assert "requests 2 answered, 0 not   tokens 30 (10/s)   KV moved 5.0 MB" == line
 
 
 def test_the_table_shows_what_runs_and_what_does_not() -> None:
