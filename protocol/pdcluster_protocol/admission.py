@@ -49,6 +49,10 @@ class AdmissionQueue:
     def __contains__(self, key: Key) -> bool:
         return key in self._waiting
 
+    def waiting_keys(self) -> tuple[Key, ...]:
+        """The keys in line."""
+        return tuple(self._waiting)
+
     def add(self, key: Key, need: Need) -> None:
         """Queue a key."""
         self._waiting[key] = need

@@ -21,6 +21,14 @@ class Deadlines(Generic[NameT]):
     def __len__(self) -> int:
         return len(self._when)
 
+    def has(self, name: NameT) -> bool:
+        """Whether the deadline is set."""
+        return name in self._when
+
+    def names(self) -> tuple[NameT, ...]:
+        """Every deadline that is set."""
+        return tuple(self._when)
+
     def set(self, name: NameT, when: float) -> None:
         """Set or move a deadline."""
         self._when[name] = when

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -38,6 +38,10 @@ class Clock(StrEnum):
     RETARGET = "retarget"
     FAREWELL = "farewell"
     EARLY = "early"
+
+
+ROOM_CLOCKS: Final = tuple(clock for clock in Clock if clock not in (Clock.FAREWELL, Clock.EARLY))
+"""Clocks that end with their room; the others run for keys that have none."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +156,7 @@ class Ledger:
         """Start or move a clock of a key."""
         self.deadlines.set((clock, key), self.now + seconds)
 
-    def stop_clocks(self, key: Key, clocks: Iterable[Clock] = tuple(Clock)) -> None:
+    def stop_clocks(self, key: Key, clocks: Iterable[Clock] = ROOM_CLOCKS) -> None:
         """Stop clocks of a key."""
         for clock in clocks:
             self.deadlines.clear((clock, key))

@@ -58,6 +58,24 @@ class PagePool:
         """Whether the key has pages, owned or quarantined."""
         return key in self._holdings
 
+    def held_keys(self) -> tuple[Key, ...]:
+        """Every key that has pages."""
+        return tuple(self._holdings)
+
+    def holder_of(self, page: int) -> Key | None:
+        """Who holds a page; for checks, since it searches."""
+        return next((key for key, held in self._holdings.items() if page in held.pages), None)
+
+    def is_quarantined(self, key: Key) -> bool:
+        """Whether the key's pages wait for proof."""
+        holding = self._holdings.get(key)
+        return holding is not None and holding.since is not None
+
+    def awaits_fence(self, key: Key) -> bool:
+        """Whether only a fence can free the key's pages (in time)."""
+        holding = self._holdings.get(key)
+        return holding is not None and holding.needs_fence
+
     def reserve(self, key: Key, count: int) -> tuple[int, ...] | None:
         """`count` pages for `key`, or None when there are not enough free ones.
 

@@ -37,6 +37,10 @@ class Farewells:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def waiting_keys(self) -> tuple[Key, ...]:
+        """Keys whose last word is still repeated."""
+        return tuple(self._by_key)
+
     def say(self, key: Key, targets: tuple[RankAddress, ...], *, reason: str, detail: str) -> None:
         """Send a Failed status now and repeat it."""
         ledger = self._ledger

@@ -93,6 +93,10 @@ class Pairing:
             taken += self._early.pop(found).values()
         return taken
 
+    def waiting_keys(self) -> tuple[Key, ...]:
+        """Keys whose metadata waits."""
+        return tuple(self._early)
+
     def forget(self, key: Key) -> bool:
         """Drop what waits under a key; whether there was something."""
         self._ledger.stop_clocks(key, (Clock.EARLY,))
@@ -126,7 +130,7 @@ class Pairing:
             )
         pages = page_numbers(metadata)
         expected = self._ledger.setup.layout.pages_for(leg.prompt_tokens)
-        if pages is None or len(pages) != expected or len(set(pages)) != expected:
+        if not pages or len(pages) != expected or len(set(pages)) != expected:
             return Refusal(Reason.WIRE_ERROR, f"not {expected} different pages for the prompt")
         slot = metadata.aux_index if metadata.aux_index is not None else -1
         if not _inside(destination, pages, slot):

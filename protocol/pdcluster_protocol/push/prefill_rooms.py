@@ -305,7 +305,7 @@ class PrefillRooms:
             case Clock.ABORT:
                 self._ends.overdue(room)
             case Clock.REPEAT if room.state is SenderState.PUBLISHED:
-                self.writing.publish(room)
+                self.writing.publish(room, repeated=True)
             case _:
                 pass
 
@@ -372,7 +372,7 @@ class PrefillRooms:
         if room.state is SenderState.FLUSHING and all(d.landed for d in room.deliveries.values()):
             self._ledger.advance(SENDER, room, SenderTrigger.ALL_LANDED)
             self._ledger.stop_clocks(room.key, (Clock.STALL, Clock.RETARGET))
-            self.writing.publish(room)
+            self.writing.publish(room, repeated=False)
 
     def _retarget(self, room: PrefillRoom, known: Delivery, destination: Destination) -> None:
         self.writing.forget(room.key, known.reply_to)

@@ -83,12 +83,12 @@ class Writing:
             )
         delivery.fresh = []
 
-    def publish(self, room: PrefillRoom) -> None:
+    def publish(self, room: PrefillRoom, *, repeated: bool) -> None:
         """Announce everything and the final status; repeated until decode concludes."""
         ledger = self._ledger
         assert room.wire_key is not None
         for delivery in room.deliveries.values():
-            self.announce(room, delivery, everything=True)
+            self.announce(room, delivery, everything=repeated)
             status = Status(
                 key=room.wire_key,
                 status=KVPoll.SUCCESS,

@@ -1,0 +1,360 @@
+"""One seed, one world: the real nodes of a pair under simulated time, network, memory and deaths.
+
+Everything that a peer, a wire or a kernel may do is here: messages are delayed, lost, doubled and
+overtaken; writes fail and land all the same, also after their writer is dead; processes die and
+come back. The nodes are the production ones, and `invariants.check` runs after every event.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from functools import partial
+
+from pdcluster_protocol import effects as fx
+from pdcluster_protocol import events as ev
+from pdcluster_protocol import invariants
+from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.ids import Key, RankAddress, mint_attempt
+from pdcluster_protocol.limits import Limits, Timeouts
+from pdcluster_protocol.messages import InstanceCard, PeerState, RankCard
+from pdcluster_protocol.nodes import decode_node, prefill_node
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
+from simulation.cast import Faults, Pod, Request
+from simulation.memory import LAYOUT, Cell, Memory
+
+BOOTSTRAP = RankAddress("prefill", 8998)
+TIMEOUTS = Timeouts(
+    bootstrap_seconds=20, stall_seconds=8, transfer_seconds=40, abort_seconds=3, queue_seconds=10
+)
+
+
+class World:
+    """The pair and everything around it; `run` plays until nothing is left to happen."""
+
+    def __init__(
+        self,
+        seed: int,
+        faults: Faults | None = None,
+        *,
+        pages: int = 24,
+        slots: int = 8,
+        log: Callable[[float, str, object], None] | None = None,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.faults = faults or Faults()
+        self.now = 0.0
+        self.requests: dict[Key, Request] = {}
+        self.violations: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.log = log
+        self.hold: dict[str, float] = {}
+        """Seconds by which a side's legs come later."""
+        self.silent: set[str] = set()
+        """Sides that hear nothing from the other."""
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._sizes = (pages, slots)
+        self.pods = {name: self._make_pod(name) for name in ("prefill", "decode")}
+        for pod in self.pods.values():
+            self._start(pod)
+
+    # --- the clock ---
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (self.now + seconds, self._order, action))
+
+    def run(self, *, until: float = 600.0, steps_max: int = 200_000) -> None:
+        for _ in range(steps_max):
+            if not self._queue or self._queue[0][0] > until:
+                return
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        raise AssertionError("the world does not come to rest")
+
+    def jitter(self) -> float:
+        if self.faults.steady:
+            return self.faults.delay_seconds
+        return self.faults.delay_seconds * (0.5 + self.random.random())
+
+    # --- pods ---
+
+    def _make_pod(self, name: str, starts: int = 1) -> Pod:
+        memory = Memory(*self._sizes, base=(1 << 32) * starts)
+        setup = memory.setup(
+            timeouts=TIMEOUTS,
+            limits=Limits(run_bytes_max=96),
+            scatter_seed=self.random.getrandbits(32),
+        )
+        make = prefill_node if name == "prefill" else decode_node
+        address = RankAddress(name, 9000)
+        return Pod(name, make(setup), memory, address, f"{name}-{starts}", starts=starts)
+
+    def _start(self, pod: Pod) -> None:
+        self.give(pod, ev.Joined(pod.incarnation, pod.address))
+        self._new_session(pod)
+
+    def _new_session(self, pod: Pod) -> None:
+        pod.sessions += 1
+        pod.session = f"{pod.incarnation}:{pod.sessions}"
+        pod.memory.base += 1 << 24
+        self.give(pod, ev.TransportReady(pod.session, pod.memory.base))
+
+    def lose_transport(self, pod: Pod) -> None:
+        pod.session = ""
+        self.give(pod, ev.TransportLost("fenced"))
+        self.later(0.12, lambda: self._new_session(pod) if self.pods[pod.name] is pod else None)
+
+    def crash(self, name: str) -> None:
+        """SIGKILL of an engine: its node and memory are gone, its sidecar tells the peer."""
+        old = self.pods[name]
+        old.session = ""
+        for request in self.requests.values():
+            if name in request.legs and not request.ends[name]:
+                self._ended(old, request, Reason.ENGINE_DIED)
+        self.pods[name] = pod = self._make_pod(name, old.starts + 1)
+        other = self.pods["decode" if name == "prefill" else "prefill"]
+        dead = ev.PeerStateChanged(old.incarnation, PeerState.DEAD, "its engine is gone")
+        self.later(self.jitter() * 10, partial(self._give_to, other.name, dead))
+        self._start(pod)
+
+    def give(self, pod: Pod, event: ev.Event) -> None:
+        """One event into a node; its effects into the world."""
+        if self.pods.get(pod.name, pod) is not pod:
+            return
+        self._say(pod, "<-", event)
+        for effect in pod.node.handle(event, self.now):
+            self._say(pod, "->", effect)
+            self._do(pod, effect)
+        invariants.check(pod.node)
+        pod.wake += 1
+        wake, deadline = pod.wake, pod.node.deadline()
+        if deadline is not None:
+            self.later(
+                max(0.0, deadline - self.now),
+                lambda: self.give(pod, ev.Tick()) if pod.wake == wake else None,
+            )
+
+    def _give_to(self, name: str, event: ev.Event) -> None:
+        """To whoever bears the name when it arrives."""
+        self.give(self.pods[name], event)
+
+    def _say(self, pod: Pod, arrow: str, what: object) -> None:
+        if self.log is not None:
+            self.log(self.now, f"{pod.name:7} {arrow}", what)
+
+    # --- clients and the router ---
+
+    def request(self, room: int, prompt_tokens: int, output_tokens: int = 4) -> Request:
+        key = Key(room, mint_attempt(int(self.now * 1000) + 1, room))
+        request = self.requests[key] = Request(key, prompt_tokens, output_tokens)
+        for name in ("prefill", "decode"):
+            seconds = self.jitter() + self.hold.get(name, 0.0)
+            self.later(seconds, partial(self._leg, name, request))
+        if self.random.random() < self.faults.cancel:
+            self.later(self.random.random() * 0.2, lambda: self.leave(request))
+        return request
+
+    def _leg(self, name: str, request: Request) -> None:
+        if any(request.ends.values()) and name not in request.legs:
+            return
+        request.legs.add(name)
+        other = self.random.random() < self.faults.other_tokens and name == "prefill"
+        request.mismatched |= other
+        leg = ev.LegArrived(
+            key=request.key,
+            rid=f"rid-{request.key.room}",
+            prompt_tokens=request.prompt_tokens,
+            prompt_digest="other" if other else "same",
+            output_tokens_max=request.output_tokens,
+            bootstrap=BOOTSTRAP,
+        )
+        self.give(self.pods[name], leg)
+
+    def leave(self, request: Request) -> None:
+        """The client closes its connection: the router aborts both legs."""
+        for name in ("prefill", "decode"):
+            event = ev.LegCancelled(request.key, Reason.CLIENT_GONE, "the client left")
+            self.later(self.jitter(), partial(self._give_to, name, event))
+
+    def _ended(self, pod: Pod, request: Request, reason: Reason | None) -> None:
+        request.ends[pod.name].append(reason)
+        if reason is not None:
+            other = "decode" if pod.name == "prefill" else "prefill"
+            event = ev.LegCancelled(request.key, Reason.ABORTED, f"{pod.name} failed")
+            self.later(self.jitter(), lambda: self.give(self.pods[other], event))
+
+    # --- effects ---
+
+    def _do(self, pod: Pod, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Count():
+                self.count(effect.what)
+            case fx.CountBytes():
+                self.count(effect.kind, effect.nbytes)
+            case fx.ResolvePeer():
+                self.later(self.jitter(), lambda: self._resolve(pod))
+            case fx.Send():
+                self._send(pod, effect)
+            case fx.ConcludeLeg():
+                self._ended(pod, self.requests[effect.key], effect.reason)
+            case fx.StartPrefill() | fx.StartDecode() | fx.StopCompute():
+                self._compute(pod, effect)
+            case _:
+                self._move(pod, effect)
+
+    def _compute(self, pod: Pod, effect: fx.StartPrefill | fx.StartDecode | fx.StopCompute) -> None:
+        match effect:
+            case fx.StartPrefill():
+                self._prefill(pod, effect, 0)
+            case fx.StartDecode():
+                self._decode(pod, effect)
+            case fx.StopCompute():
+                self.later(self.jitter(), lambda: self._stop(pod, effect.key))
+
+    def _move(self, pod: Pod, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Write():
+                self._write(pod, effect)
+            case fx.VerifyRun():
+                self.later(self.jitter() / 4, lambda: self._verify(pod, effect))
+            case fx.ReadMetadata():
+                self.later(0.0, lambda: self._read_metadata(pod, effect))
+            case fx.ClearMetadata():
+                pod.memory.cells.pop((len(LAYOUT.regions), effect.slot), None)
+            case fx.Fence():
+                self.count("fence")
+                self.later(0.024, lambda: self.lose_transport(pod))
+            case _:
+                raise AssertionError(f"no world does {effect}")
+
+    def count(self, what: str, amount: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + amount
+
+    def _resolve(self, pod: Pod) -> None:
+        prefill = self.pods["prefill"]
+        card = InstanceCard(
+            cluster="world",
+            instance="prefill-0",
+            role="prefill",
+            incarnation=prefill.incarnation,
+            session="s",
+            http=BOOTSTRAP,
+            ranks=(RankCard(RankCoordinate(), prefill.address, 30000),),
+            parallel=Parallelism(),
+            layout=LAYOUT,
+            ready=True,
+        )
+        self.give(pod, ev.PeerResolved(BOOTSTRAP, card))
+
+    def _send(self, pod: Pod, effect: fx.Send) -> None:
+        copies = 1 + (self.random.random() < self.faults.double)
+        for _ in range(copies):
+            if effect.to.host in self.silent or self.random.random() < self.faults.lose:
+                self.count("lost")
+                continue
+            event = ev.MessageArrived(effect.message, pod.incarnation)
+            self.later(self.jitter(), partial(self._give_to, effect.to.host, event))
+
+    # --- the model ---
+
+    def _prefill(self, pod: Pod, start: fx.StartPrefill, done: int) -> None:
+        request = self.requests[start.key]
+        if done == 0:
+            pod.computing[start.key] = 1
+        if pod.computing.get(start.key) != 1 or self.pods[pod.name] is not pod:
+            return
+        end = min(done + 6, request.prompt_tokens)
+        for region in range(len(LAYOUT.regions)):
+            for position in range(done // LAYOUT.page_size, -(-end // LAYOUT.page_size)):
+                rows = min(end - position * LAYOUT.page_size, LAYOUT.page_size)
+                place = (region, start.pages[position])
+                pod.memory.cells[place] = Cell(start.key, region, position, rows)
+            self.give(pod, ev.RowsWritten(start.key, region, done, end))
+        if end < request.prompt_tokens:
+            self.later(self.jitter(), lambda: self._prefill(pod, start, end))
+            return
+        for buffer in range(len(pod.memory.metadata_buffers)):
+            region = len(LAYOUT.regions) + buffer
+            pod.memory.cells[region, start.slot] = Cell(start.key, region, 0, 1)
+        del pod.computing[start.key]
+        self.give(pod, ev.PromptComputed(start.key))
+
+    def _stop(self, pod: Pod, key: Key) -> None:
+        pod.computing.pop(key, None)
+        self.give(pod, ev.ComputeStopped(key))
+
+    def _decode(self, pod: Pod, start: fx.StartDecode) -> None:
+        request = self.requests[start.key]
+        for region in range(len(LAYOUT.regions)):
+            for position in range(LAYOUT.pages_for(request.prompt_tokens)):
+                rows = min(request.prompt_tokens - position * LAYOUT.page_size, LAYOUT.page_size)
+                expected = Cell(start.key, region, position, rows)
+                found = pod.memory.cells.get((region, start.pages[position]))
+                if found != expected:
+                    self.violations.append(f"decode would read {found}, not {expected}")
+        request.decoded = True
+        pod.computing[start.key] = 1
+        self.later(self.jitter() * request.output_tokens, lambda: self._answered(pod, start.key))
+
+    def _answered(self, pod: Pod, key: Key) -> None:
+        if pod.computing.pop(key, None):
+            self.give(pod, ev.DecodeFinished(key))
+
+    # --- wires and memory ---
+
+    def _write(self, pod: Pod, write: fx.Write) -> None:
+        session = pod.session
+        fails = self.random.random() < self.faults.write_fails
+        late = self.random.random() < self.faults.write_lands_late
+        if late or not fails:
+            delay = self.jitter() + (self.random.random() * 2 if late and fails else 0)
+            self.later(delay, lambda: self._land(pod, write, session, reported=fails))
+        if fails:
+            self.later(self.jitter(), lambda: self._done(pod, session, write.operation, ok=False))
+
+    def _done(self, pod: Pod, session: str, operation: int, *, ok: bool, digest: int = 0) -> None:
+        if pod.session == session:
+            self.give(pod, ev.OperationDone(operation, ok, digest, "" if ok else "refused"))
+
+    def _land(self, pod: Pod, write: fx.Write, session: str, *, reported: bool) -> None:
+        target = self.pods["decode"]
+        if target.session != write.target:
+            if not reported:
+                self._done(pod, session, write.operation, ok=False)
+            return
+        digest = pod.memory.digest(write.source_offset, write.nbytes)
+        sources = pod.memory.span(write.source_offset, write.nbytes)
+        targets = target.memory.span(write.destination_address - target.memory.base, write.nbytes)
+        for source, place in zip(sources, targets, strict=True):
+            cell = pod.memory.cells.get(source)
+            self._may_write(target, place, cell)
+            if cell is not None and self.random.random() < self.faults.flip:
+                cell = Cell(cell.key, cell.region, cell.position, cell.rows, flipped=True)
+                self.count("flipped")
+            if cell is not None:
+                target.memory.cells[place] = cell
+        if not reported:
+            self._done(pod, session, write.operation, ok=True, digest=digest)
+
+    def _may_write(self, target: Pod, place: tuple[int, int], cell: Cell | None) -> None:
+        """No byte lands in a page that its request does not hold (owned or in quarantine)."""
+        region, page = place
+        pool = target.node.ledger.pool if region < len(LAYOUT.regions) else target.node.ledger.slots
+        holder = pool.holder_of(page)
+        if cell is not None and self.requests[cell.key].mismatched:
+            self.violations.append(f"{cell} was written for a prompt with other tokens")
+        if cell is None or holder != cell.key:
+            self.violations.append(f"{cell} landed in page {page} of {holder}")
+
+    def _verify(self, pod: Pod, verify: fx.VerifyRun) -> None:
+        if not pod.session:
+            return
+        digest = pod.memory.digest(verify.offset, verify.nbytes)
+        self.give(pod, ev.OperationDone(verify.operation, ok=True, digest=digest))
+
+    def _read_metadata(self, pod: Pod, read: fx.ReadMetadata) -> None:
+        cell = pod.memory.cells.get((len(LAYOUT.regions), read.slot))
+        self.give(pod, ev.MetadataRead(read.key, cell.key.room if cell else 0))
