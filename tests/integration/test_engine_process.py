@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,13 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
-from pdcluster_protocol.authentication import HEADER, HttpSigner, KeyRing
 from pdcluster_protocol.config import EngineConfig
-from pdcluster_protocol.ids import RankAddress, Role, mint_attempt
+from pdcluster_protocol.ids import RankAddress, Role
+from support.legs import LegClient, prompt_of
 from support.nursery import (
     Nursery,
     children,
@@ -79,52 +77,12 @@ class Engines:
         self.relay.__enter__()
         self.pids = {role: nursery.fork(config) for role, config in self.configs.items()}
         self.relay.wait_joined()
-        ring = KeyRing({"k1": (nursery.folder / "keys" / "k1").read_bytes()})
-        self.signer = HttpSigner(ring, "test-router")
-        self.random = random.Random(3)
-
-    def url(self, role: Role, path: str) -> str:
-        return f"http://{HOSTS[role]}:30000{path}"
-
-    async def generate(self, role: Role, body: dict[str, Any], *, signed: bool = True) -> Any:
-        raw = json.dumps(body).encode()
-        headers = {"content-type": "application/json"}
-        if signed:
-            headers[HEADER] = self.signer.sign("POST", "/generate", raw)
-        timeout = aiohttp.ClientTimeout(total=60)
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(self.url(role, "/generate"), data=raw, headers=headers) as answer,
-        ):
-            return await answer.json()
-
-    async def metrics(self, role: Role) -> dict[str, float]:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(self.url(role, "/metrics")) as answer,
-        ):
-            lines = (await answer.text()).splitlines()
-        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
-        return {name: float(value) for name, value in pairs}
-
-    def leg(self, prompt: list[int], **sampling: Any) -> dict[str, Any]:
-        return {
-            "rid": f"pd-{self.random.getrandbits(60):x}",
-            "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 16, **sampling},
-            "return_logprob": True,
-            "bootstrap_host": BOOTSTRAP.host,
-            "bootstrap_port": BOOTSTRAP.port,
-            "bootstrap_room": self.random.randrange(1, 1 << 62),
-            "pd_attempt": mint_attempt(time.time_ns() // 1_000_000, self.random.getrandbits(22)),
-            "pd_budget_seconds": 60.0,
-        }
+        key = (nursery.folder / "keys" / "k1").read_bytes()
+        self.client = LegClient(key, bootstrap=BOOTSTRAP)
+        self.prefill, self.decode = (f"http://{HOSTS[role]}:30000" for role in Role)
 
     async def run_pair(self, leg: dict[str, Any]) -> tuple[Any, Any]:
-        first, second = await asyncio.gather(
-            self.generate(Role.PREFILL, leg), self.generate(Role.DECODE, leg)
-        )
-        return first, second
+        return await self.client.run_pair(self.prefill, self.decode, leg)
 
     def close(self) -> None:
         for pid in self.pids.values():
@@ -143,18 +101,13 @@ def engines(nursery: Nursery) -> Iterator[Engines]:
     running.close()
 
 
-def prompt_of(length: int) -> list[int]:
-    generator = random.Random(length)
-    return [generator.randrange(256) for _ in range(length)]
-
-
 async def test_a_prompt_of_64_tokens_moves_over_mooncake_with_the_same_tokens(
     engines: Engines,
 ) -> None:
-    leg = engines.leg(prompt_of(64))
-    alone = {name: leg[name] for name in ("input_ids", "sampling_params", "return_logprob")}
-    expected = await engines.generate(Role.DECODE, alone, signed=False)
-    before = await engines.metrics(Role.PREFILL)
+    client = engines.client
+    leg = client.leg(prompt_of(64))
+    expected = await client.generate(engines.decode, client.alone(leg), signed=False)
+    before = await client.metrics(engines.prefill)
     first, second = await engines.run_pair(leg)
     assert expected["output_ids"] == second["output_ids"]
     assert expected["text"] == second["text"]
@@ -163,7 +116,7 @@ async def test_a_prompt_of_64_tokens_moves_over_mooncake_with_the_same_tokens(
     )
     assert wanted == got
     assert expected["output_ids"][:1] == first["output_ids"]
-    after = await engines.metrics(Role.PREFILL)
+    after = await client.metrics(engines.prefill)
     hello = engines.ports[Role.PREFILL].hello
     assert hello is not None
     name = 'pdcluster_kv_bytes_total{kind="kv"}'
@@ -174,19 +127,21 @@ async def test_a_dead_transfer_process_delays_requests_and_fails_none(engines: E
     (transfer,) = children(engines.pids[Role.DECODE])
     os.kill(transfer, signal.SIGKILL)
     wait_gone(transfer)
-    _, second = await engines.run_pair(engines.leg(prompt_of(100)))
+    _, second = await engines.run_pair(engines.client.leg(prompt_of(100)))
     assert 16 == len(second["output_ids"])
     (successor,) = children(engines.pids[Role.DECODE])
     assert transfer != successor
 
 
 async def test_a_leg_that_nobody_signed_is_refused(engines: Engines) -> None:
-    answer = await engines.generate(Role.DECODE, engines.leg(prompt_of(8)), signed=False)
+    answer = await engines.client.generate(
+        engines.decode, engines.client.leg(prompt_of(8)), signed=False
+    )
     assert "Unauthorized" == answer["error"]["code"]
 
 
 async def test_an_engine_is_small_and_idle_when_nothing_happens(engines: Engines) -> None:
-    await engines.run_pair(engines.leg(prompt_of(64)))
+    await engines.run_pair(engines.client.leg(prompt_of(64)))
     pids = list(engines.pids.values())
     pids += [child for pid in list(pids) for child in children(pid)]
     before = {pid: cpu_seconds(pid) for pid in pids}
