@@ -85,6 +85,8 @@ class ClientGone(msgspec.Struct, frozen=True):
     """Nobody waits for the answer any more."""
 
     detail: str = "the client closed its connection"
+    reason: Reason = Reason.CLIENT_GONE
+    """What the legs are told; another one where not the client, but the router ends it."""
 
 
 class PeerDead(msgspec.Struct, frozen=True):

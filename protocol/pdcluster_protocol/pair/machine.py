@@ -244,8 +244,8 @@ class Pair:
 
     def _client_gone(self, event: ClientGone, now: float) -> list[Effect]:
         self._step(Trigger.LEAVE, now, event.detail)
-        cause = _cause(Reason.CLIENT_GONE, event.detail)
-        return [*self._abort(Reason.CLIENT_GONE), Answer(cause)]
+        cause = _cause(event.reason, event.detail)
+        return [*self._abort(event.reason), Answer(cause)]
 
     def _peer_event(self, event: PeerDead | PeerSilent, now: float) -> list[Effect]:
         key = self.key

@@ -1,0 +1,288 @@
+"""What is known of the replicas: one watch per member, each second, and what follows from it.
+
+A member is used after its signed hello, while its load reports come and say that it is ready. A
+report of another incarnation, or of none, means that the engine which we knew is dead: everybody
+who uses it is told at once. Silence is less: after `unknown_after_seconds` nothing new goes there,
+after `dead_after_seconds` its sequences must show progress of their own.
+
+A leg that was refused or lost marks its member as blamed: it gets nothing new until the next
+successful report, so that a retry does not run into the same wall. A client's error blames nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+
+from pdcluster_protocol.config import Member, RouterConfig
+from pdcluster_protocol.errors import PDClusterError
+from pdcluster_protocol.ids import RankAddress
+from pdcluster_protocol.limits import Limits
+from pdcluster_protocol.messages import (
+    WIRE_VERSION_MAX,
+    WIRE_VERSION_MIN,
+    InstanceCard,
+    LoadReport,
+)
+from pdcluster_sidecar.router.pick import Candidate, Slot
+from pdcluster_sidecar.router.tokens import Codec, TokenizerAnswer
+
+POLL_SECONDS: Final = 1.0
+POLL_NOT_READY_SECONDS: Final = 0.25
+"""While a member starts, a client may be waiting for it."""
+
+log = structlog.get_logger()
+
+
+class Calls(Protocol):
+    """What the watches ask sidecars."""
+
+    async def hello(self, address: RankAddress, ours: InstanceCard) -> InstanceCard: ...
+
+    async def load(self, address: RankAddress) -> LoadReport: ...
+
+    async def tokenizer(self, address: RankAddress) -> TokenizerAnswer: ...
+
+
+class MemberView(msgspec.Struct, frozen=True, kw_only=True):
+    """One member as the admin port shows it."""
+
+    instance: str
+    role: str
+    usable: bool
+    incarnation: str
+    fingerprint: str
+    heard_seconds_ago: float | None
+    problem: str
+    in_flight: tuple[int, ...]
+    report: LoadReport | None
+
+
+class Watched:
+    """One configured member: its card, its newest report, its slots."""
+
+    __slots__ = (
+        "address",
+        "blamed",
+        "candidate",
+        "card",
+        "codec",
+        "heard_at",
+        "member",
+        "problem",
+        "report",
+        "silence_told",
+        "slots",
+    )
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.address = RankAddress(member.host, member.sidecar_port)
+        self.card: InstanceCard | None = None
+        self.report: LoadReport | None = None
+        self.codec: Codec | None = None
+        self.candidate: Candidate | None = None
+        self.slots: tuple[Slot, ...] = ()
+        self.heard_at: float | None = None
+        self.blamed = False
+        self.silence_told = False
+        self.problem = "no hello yet"
+
+    def usable(self, now: float, *, unknown_after_seconds: float) -> bool:
+        """Whether new legs may go there."""
+        return (
+            self.candidate is not None
+            and self.report is not None
+            and self.report.ready
+            and not self.report.draining
+            and not self.blamed
+            and self.heard_at is not None
+            and now - self.heard_at <= unknown_after_seconds
+        )
+
+    def forget(self) -> None:
+        """The incarnation that was known is gone."""
+        self.card = None
+        self.candidate = None
+        self.report = None
+        self.slots = ()
+
+
+class Members:
+    """All members; tells `on_change`, `on_dead` and `on_silent` what happens to them."""
+
+    def __init__(
+        self, config: RouterConfig, calls: Calls, *, ours: InstanceCard, now: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._calls = calls
+        self._ours = ours
+        self._now = now
+        self._limits = Limits()
+        self._watched = {member.instance: Watched(member) for member in config.members}
+        self._codecs: dict[str, Codec] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.codec_known = asyncio.Event()
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_dead: Callable[[str, str], None] = lambda _incarnation, _detail: None
+        self.on_silent: Callable[[str], None] = lambda _incarnation: None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._watch(each)) for each in self._watched.values()]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def candidates(self) -> list[Candidate]:
+        """The members that may be chosen now."""
+        now = self._now()
+        unknown_after = self._limits.unknown_after_seconds
+        return [
+            each.candidate
+            for each in self._watched.values()
+            if each.candidate is not None and each.usable(now, unknown_after_seconds=unknown_after)
+        ]
+
+    def codec(self) -> Codec | None:
+        """The tokenizer of a usable member, else one that is known from before."""
+        for candidate in self.candidates():
+            if (codec := self._codecs.get(candidate.digest)) is not None:
+                return codec
+        return next(reversed(self._codecs.values()), None)
+
+    def blame(self, instance: str) -> None:
+        """A leg there was refused or lost: nothing new until it has reported again."""
+        if (watched := self._watched.get(instance)) is not None:
+            watched.blamed = True
+
+    def sidecar(self, instance: str) -> RankAddress:
+        """Where aborts for this member go."""
+        return self._watched[instance].address
+
+    def views(self) -> list[MemberView]:
+        now = self._now()
+        unknown_after = self._limits.unknown_after_seconds
+        return [
+            MemberView(
+                instance=each.member.instance,
+                role=each.member.role,
+                usable=each.usable(now, unknown_after_seconds=unknown_after),
+                incarnation=each.card.incarnation if each.card else "",
+                fingerprint=each.card.fingerprint if each.card else "",
+                heard_seconds_ago=None if each.heard_at is None else now - each.heard_at,
+                problem=each.problem,
+                in_flight=tuple(slot.in_flight for slot in each.slots),
+                report=each.report,
+            )
+            for each in self._watched.values()
+        ]
+
+    # --- the watch of one member ----------------------------------------------------------------
+
+    async def _watch(self, watched: Watched) -> None:
+        while True:
+            await self._visit(watched)
+            now = self._now()
+            unknown_after = self._limits.unknown_after_seconds
+            ready = watched.usable(now, unknown_after_seconds=unknown_after)
+            await asyncio.sleep(POLL_SECONDS if ready else POLL_NOT_READY_SECONDS)
+
+    async def _visit(self, watched: Watched) -> None:
+        """One look at a member; what goes wrong is its problem, never the watch's."""
+        problem = ""
+        try:
+            if watched.card is None:
+                await self._greet(watched)
+            self._take_report(watched, await self._calls.load(watched.address))
+        except PDClusterError as error:
+            problem = error.detail
+            self._note_silence(watched)
+        if problem != watched.problem:
+            watched.problem = problem
+            log.info("member_changed", peer=watched.member.instance, detail=problem or "heard")
+
+    async def _greet(self, watched: Watched) -> None:
+        card = await self._calls.hello(watched.address, self._ours)
+        self._check_card(watched.member, card)
+        codec = await self._codec_of(watched.address, card)
+        slots = tuple(
+            Slot(card.instance, dp_rank, RankAddress(watched.member.host, http_port))
+            for dp_rank, http_port in sorted(
+                {r.coordinate.dp: r.http_port for r in card.ranks}.items()
+            )
+        )
+        watched.card = card
+        watched.slots = slots
+        watched.codec = codec
+        watched.candidate = Candidate(
+            instance=card.instance,
+            role=watched.member.role,
+            incarnation=card.incarnation,
+            fingerprint=card.fingerprint,
+            digest=codec.digest,
+            bootstrap=watched.address,
+            dp_size=card.parallel.dp,
+            slots=slots,
+        )
+        self.codec_known.set()
+
+    def _check_card(self, member: Member, card: InstanceCard) -> None:
+        expected = (self._config.cluster, member.instance, member.role)
+        found = (card.cluster, card.instance, card.role)
+        if found != expected:
+            raise PDClusterError(f"it is {'/'.join(found)}; expected {'/'.join(expected)}")
+        if card.wire_min > WIRE_VERSION_MAX or card.wire_max < WIRE_VERSION_MIN:
+            raise PDClusterError(
+                f"it speaks wire {card.wire_min} to {card.wire_max};"
+                f" we speak {WIRE_VERSION_MIN} to {WIRE_VERSION_MAX}"
+            )
+        if not card.ready or not card.incarnation:
+            raise PDClusterError("it is not ready")
+        if len(card.ranks) != card.parallel.rank_count:
+            raise PDClusterError(
+                f"it names {len(card.ranks)} of its {card.parallel.rank_count} ranks"
+            )
+
+    async def _codec_of(self, address: RankAddress, card: InstanceCard) -> Codec:
+        """The member's tokenizer; one fingerprint has one tokenizer, so it is fetched once."""
+        for each in self._watched.values():
+            same = each.card is not None and each.card.fingerprint == card.fingerprint != ""
+            if same and each.codec is not None:
+                return each.codec
+        answer = await self._calls.tokenizer(address)
+        if answer.digest not in self._codecs:
+            loop = asyncio.get_running_loop()
+            self._codecs[answer.digest] = await loop.run_in_executor(None, Codec.of, answer)
+        return self._codecs[answer.digest]
+
+    def _take_report(self, watched: Watched, report: LoadReport) -> None:
+        card = watched.card
+        if card is not None and report.incarnation != card.incarnation:
+            watched.forget()
+            self.on_dead(card.incarnation, f"{card.instance} lost its engine")
+            raise PDClusterError("its incarnation changed")
+        watched.report = report
+        watched.heard_at = self._now()
+        watched.blamed = False
+        watched.silence_told = False
+        for slot in watched.slots:
+            if slot.dp_rank < len(report.loads):
+                slot.load = report.loads[slot.dp_rank]
+        if not report.ready:
+            raise PDClusterError("it is not ready")
+        self.on_change()
+
+    def _note_silence(self, watched: Watched) -> None:
+        silent_seconds = self._now() - watched.heard_at if watched.heard_at is not None else 0.0
+        if silent_seconds >= self._limits.dead_after_seconds and not watched.silence_told:
+            watched.silence_told = True
+            if watched.card is not None:
+                self.on_silent(watched.card.incarnation)
