@@ -195,7 +195,8 @@ class World:
             case fx.CountBytes():
                 self.count(effect.kind, effect.nbytes)
             case fx.ResolvePeer():
-                self.later(self.jitter(), lambda: self._resolve(pod))
+                if self.random.random() >= self.faults.lose:
+                    self.later(self.jitter(), lambda: self._resolve(pod))
             case fx.Send():
                 self._send(pod, effect)
             case fx.ConcludeLeg():

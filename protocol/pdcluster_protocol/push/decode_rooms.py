@@ -114,7 +114,7 @@ class DecodeRooms:
         room = DecodeRoom(leg)
         self.rooms[leg.key.room] = room
         ledger.set_clock(Clock.BOOTSTRAP, room.key, ledger.setup.timeouts.bootstrap_seconds)
-        ledger.emit(ResolvePeer(leg.bootstrap))
+        self._resolve(room)
 
     def cancel(self, key: Key, reason: Reason, detail: str) -> None:
         """The leg's HTTP side gave up."""
@@ -127,6 +127,13 @@ class DecodeRooms:
         for room in list(self.rooms.values()):
             if room.state is ReceiverState.RESOLVING and room.leg.bootstrap == event.bootstrap:
                 self._resolved(room, event)
+
+    def _resolve(self, room: DecodeRoom) -> None:
+        """Ask, and ask again: the sidecar may be restarting."""
+        assert room.leg.bootstrap is not None
+        self._ledger.emit(ResolvePeer(room.leg.bootstrap))
+        seconds = self._ledger.setup.limits.retransmit_seconds_max
+        self._ledger.set_clock(Clock.REPEAT, room.key, seconds)
 
     def _resolved(self, room: DecodeRoom, event: PeerResolved) -> None:
         if event.card is None:
@@ -145,6 +152,7 @@ class DecodeRooms:
                 f"prefill {card.instance} has no DP rank {dp_rank}; it has {card.parallel.dp}",
             )
             return
+        ledger.stop_clocks(room.key, (Clock.REPEAT,))
         ledger.advance(RECEIVER, room, ReceiverTrigger.PEER_KNOWN, card.instance)
         tokens = room.leg.prompt_tokens + room.leg.output_tokens_max
         ledger.queue.add(room.key, Need(ledger.setup.layout.pages_for(tokens), slot=True))
@@ -344,12 +352,18 @@ class DecodeRooms:
                 self._ends.fail(room, Reason.WAITING_TIMEOUT, "the transfer's budget ran out")
             case Clock.ABORT:
                 self.aborts.unprovable(key)
-            case Clock.REPEAT if room.state is ReceiverState.DRAINING:
-                self.aborts.repeat(key)
-            case Clock.REPEAT if room.state in WRITABLE:
-                self.publishing.repeat(room)
+            case Clock.REPEAT:
+                self._repeat(room)
             case _:
                 pass
+
+    def _repeat(self, room: DecodeRoom) -> None:
+        if room.state is ReceiverState.RESOLVING:
+            self._resolve(room)
+        elif room.state is ReceiverState.DRAINING:
+            self.aborts.repeat(room.key)
+        elif room.state in WRITABLE:
+            self.publishing.repeat(room)
 
     # --- inside ---
 
