@@ -1,0 +1,241 @@
+"""Prefill's writes: a window, addresses, announcements, and what becomes of lost ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdcluster_protocol.effects import Write
+from pdcluster_protocol.events import LegArrived
+from pdcluster_protocol.ledger import Ledger
+from pdcluster_protocol.limits import Limits
+from pdcluster_protocol.messages import KVPoll, RunsLanded, Status
+from pdcluster_protocol.push.delivery import Delivery
+from pdcluster_protocol.push.destinations import Destination
+from pdcluster_protocol.push.prefill_room import PrefillRoom
+from pdcluster_protocol.push.runs import RunPlanner
+from pdcluster_protocol.push.writing import ANNOUNCE_BATCH, Writing
+from support.ledgers import HERE, LAYOUT, PEER, joined_ledger, key, sent
+
+SOURCES = tuple(range(12))
+# No two neighbours: each page of each region is a run of its own.
+TARGETS = tuple(range(15, 3, -1))
+OLD = Destination("old", "i", (100_000, 200_000, 300_000), (400_000, 500_000), 16, 4)
+NEW = Destination("new", "i", (600_000, 700_000, 800_000), (900_000, 950_000), 16, 4)
+WINDOW = 5
+RUNS = 3 * 12
+
+
+class Bench:
+    """A prefill room with one delivery whose whole prompt is computed."""
+
+    def __init__(self) -> None:
+        self.ledger: Ledger = joined_ledger(
+            limits=Limits(writes_in_flight_per_peer=WINDOW, runs_per_message_max=10)
+        )
+        self.writing = Writing(self.ledger)
+        leg = LegArrived(key(), "rid", 46, "digest", 1, PEER)
+        self.room = PrefillRoom(leg, 0.0, 0.2)
+        self.room.slot = 3
+        planner = RunPlanner(
+            LAYOUT, prompt_tokens=46, sources=SOURCES, targets=TARGETS, bytes_max=1 << 20
+        )
+        for region in range(3):
+            planner.rows_written(region, 46)
+        self.delivery = Delivery(
+            reply_to=PEER,
+            incarnation="i",
+            destination=OLD,
+            pages=TARGETS,
+            slot=2,
+            epoch=7,
+            planner=planner,
+        )
+        self.room.deliveries[PEER] = self.delivery
+        self.written: list[Write] = []
+        self.announced: list[RunsLanded] = []
+        self.statuses: list[Status] = []
+
+    def pump(self) -> None:
+        self.writing.pump(self.room, self.delivery)
+        self.collect()
+
+    def collect(self) -> None:
+        effects = self.ledger.take_effects()
+        self.written += [effect for effect in effects if isinstance(effect, Write)]
+        for to, message in sent(effects):
+            assert to == PEER
+            if isinstance(message, RunsLanded):
+                self.announced.append(message)
+            elif isinstance(message, Status):
+                self.statuses.append(message)
+
+    def end(self, operation: int, *, ok: bool = True) -> None:
+        assert (key(), PEER) == self.writing.take(operation)
+        planned = self.delivery.outstanding.pop(operation)
+        if ok:
+            self.delivery.land(planned, operation)
+        else:
+            self.delivery.lost.append(planned)
+
+    def land_everything(self) -> None:
+        self.pump()
+        while self.delivery.outstanding:
+            self.end(max(self.delivery.outstanding))
+            self.pump()
+
+    def runs(self) -> list[int]:
+        return [run.index for message in self.announced for run in message.runs]
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_the_window_bounds_what_is_under_way(bench: Bench) -> None:
+    bench.pump()
+    assert WINDOW == len(bench.delivery.outstanding) == len(bench.written) == len(bench.writing)
+    bench.pump()
+    assert WINDOW == len(bench.written)
+    bench.end(bench.written[0].operation)
+    bench.pump()
+    assert WINDOW + 1 == len(bench.written)
+
+
+def test_a_page_goes_from_its_place_in_our_arena_to_its_place_in_theirs(bench: Bench) -> None:
+    bench.land_everything()
+
+    assert RUNS == len(bench.written)
+    assert Write(1, "old", LAYOUT.page_offset(0, 0, 16), 100_000 + 15 * 24, 24) == bench.written[0]
+    # The last page holds two of the 46 tokens.
+    expected = (LAYOUT.page_offset(2, 11, 16), 300_000 + 4 * 12, 6)
+    assert expected == (
+        bench.written[-1].source_offset,
+        bench.written[-1].destination_address,
+        bench.written[-1].nbytes,
+    )
+
+
+def test_nothing_is_written_without_a_session(bench: Bench) -> None:
+    bench.ledger.session = None
+    bench.pump()
+    bench.writing.write_metadata(bench.room, bench.delivery)
+    bench.collect()
+
+    assert [] == bench.written
+    assert not bench.delivery.metadata_planned
+
+
+def test_runs_are_announced_in_batches_each_once_and_numbered_as_they_landed(
+    bench: Bench,
+) -> None:
+    bench.pump()
+    for _ in range(ANNOUNCE_BATCH - 1):
+        bench.end(min(bench.delivery.outstanding))
+        bench.pump()
+    assert [] == bench.announced
+    bench.end(max(bench.delivery.outstanding))
+    bench.pump()
+    assert list(range(ANNOUNCE_BATCH)) == bench.runs()
+    bench.land_everything()
+
+    assert list(range(RUNS)) == bench.runs()
+    assert bench.delivery.kv_landed
+    assert {(key(), 0, 7)} == {(m.key, m.rank, m.epoch) for m in bench.announced}
+    operations = sorted(run.digest for message in bench.announced for run in message.runs)
+    assert list(range(1, RUNS + 1)) == operations
+
+
+def test_metadata_rows_go_once_and_to_decodes_slot(bench: Bench) -> None:
+    bench.land_everything()
+    assert not bench.delivery.landed
+    for _ in range(2):
+        bench.writing.write_metadata(bench.room, bench.delivery)
+    bench.collect()
+
+    assert [
+        Write(RUNS + 1, "old", 20000 + 3 * 16, 400_000 + 2 * 16, 16),
+        Write(RUNS + 2, "old", 21000 + 3 * 8, 500_000 + 2 * 8, 8),
+    ] == bench.written[RUNS:]
+    assert not bench.delivery.landed
+    bench.end(RUNS + 1)
+    bench.end(RUNS + 2)
+    assert bench.delivery.landed
+
+
+def test_publishing_repeats_every_run_in_bounded_messages_and_slows_down(bench: Bench) -> None:
+    bench.land_everything()
+    bench.announced.clear()
+    bench.writing.publish(bench.room)
+    bench.collect()
+
+    assert list(range(RUNS)) == bench.runs()
+    assert [10, 10, 10, 6] == [len(message.runs) for message in bench.announced]
+    expected = Status(
+        key(),
+        KVPoll.SUCCESS,
+        0,
+        runs=RUNS,
+        prompt_tokens=46,
+        prompt_digest="digest",
+        reply_to=HERE,
+    )
+    assert [expected] == bench.statuses
+    assert 0.2 == bench.ledger.deadlines.next()
+    assert 0.4 == bench.room.repeat_seconds
+
+
+def test_a_lost_write_goes_out_again_only_under_a_new_session(bench: Bench) -> None:
+    bench.pump()
+    bench.end(1, ok=False)
+    bench.land_everything()
+    assert RUNS == len(bench.written)
+    assert not bench.delivery.kv_landed
+
+    bench.delivery.retarget(NEW)
+    bench.land_everything()
+    assert ("new", 600_000 + 15 * 24) == (
+        bench.written[-1].target,
+        bench.written[-1].destination_address,
+    )
+    assert RUNS + 1 == len(bench.written)
+    assert bench.delivery.kv_landed
+    assert list(range(RUNS)) == bench.runs()
+
+
+def test_completions_of_the_session_before_mean_nothing(bench: Bench) -> None:
+    bench.pump()
+    bench.writing.forget(key(), PEER)
+    bench.delivery.retarget(NEW)
+    bench.pump()
+
+    assert [None] * WINDOW == [bench.writing.take(write.operation) for write in bench.written[:5]]
+    assert ["new"] * WINDOW == [write.target for write in bench.written[WINDOW:]]
+    again = {write.source_offset for write in bench.written[WINDOW:]}
+    assert {write.source_offset for write in bench.written[:WINDOW]} == again
+
+
+def test_when_our_own_transport_is_gone_nobody_can_say_that_writing_has_stopped(
+    bench: Bench,
+) -> None:
+    bench.pump()
+    bench.writing.forget_all()
+    bench.delivery.lose_all()
+
+    assert 0 == len(bench.writing)
+    assert not bench.delivery.drained
+    assert WINDOW == len(bench.delivery.lost)
+    bench.delivery.recover()
+    bench.land_everything()
+    assert not bench.delivery.drained
+    assert bench.delivery.kv_landed
+    # The peer's memory mapped anew is the proof.
+    bench.delivery.retarget(NEW)
+    assert bench.delivery.drained
+
+
+def test_without_anything_under_way_losing_the_transport_leaves_no_doubt(bench: Bench) -> None:
+    bench.land_everything()
+    bench.delivery.lose_all()
+
+    assert bench.delivery.drained
