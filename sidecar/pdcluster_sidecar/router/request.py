@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
+import time
 from typing import Final, NamedTuple
 
 import msgspec
@@ -58,7 +58,7 @@ class ClientRequest:
         self._limits = limits
         self._shared = shared
         self._sequences: list[Sequence] = []
-        self._started_at = asyncio.get_running_loop().time()
+        self._started_at = time.monotonic()
         self.api = api
         self.rid = f"pd-{secrets.token_hex(16)}"
         self.parsed: ParsedRequest | None = None
@@ -170,16 +170,23 @@ class ClientRequest:
         """The one end of the request, counted and logged once."""
         self.ended = True
         self._shared.metrics.ended(outcome, reason)
+        trail = [each for sequence in self._sequences for each in sequence.trail]
+        last = trail[-1] if len(self._sequences) == 1 and trail else None
         log.info(
             "concluded",
             rid=self.rid,
+            room=last and last.key.room,
+            attempt=last and last.key.attempt,
+            prefill=last and last.prefill,
+            decode=last and last.decode,
             path=self.api,
             outcome=outcome,
             reason=reason,
-            leg=cause.role if cause is not None else None,
+            leg=cause and cause.role,
             detail=detail,
             sequences=len(self._sequences),
-            seconds=round(asyncio.get_running_loop().time() - self._started_at, 4),
+            tries=len(trail),
+            seconds=round(time.monotonic() - self._started_at, 4),
         )
 
     def _press(self, pressed: bool) -> None:  # noqa: FBT001  A callback has no names.

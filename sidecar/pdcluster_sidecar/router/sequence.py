@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import Final, Protocol, assert_never
+from typing import Final, NamedTuple, Protocol, assert_never
 
 import msgspec
 import structlog
@@ -93,10 +93,19 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """A named pair, for canaries; None: the queue chooses."""
 
 
+class Try(NamedTuple):
+    """One try as log lines name it."""
+
+    key: Key
+    prefill: str
+    decode: str
+
+
 class Sequence:
     """One prompt's one sample, from its place in the queue to its one end."""
 
     __slots__ = (
+        "_dispatched_at",
         "_legs",
         "_loop",
         "_placement",
@@ -108,8 +117,8 @@ class Sequence:
         "_started_at",
         "_timer",
         "_work",
-        "dispatched_at",
         "pair",
+        "trail",
     )
 
     def __init__(self, work: Work, sink: Sink, shared: Surroundings) -> None:
@@ -122,9 +131,10 @@ class Sequence:
         self._prefill_released = False
         self._pressed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._started_at = self._queued_at = self._loop.time()
-        self.dispatched_at = 0.0
-        self.pair = Pair(self._started_at, work.clocks, retries=shared.retries)
+        # The loop's own clock is coarse: good for deadlines, not for metrics.
+        self._started_at = self._queued_at = self._dispatched_at = time.monotonic()
+        self.trail: list[Try] = []
+        self.pair = Pair(self._loop.time(), work.clocks, retries=shared.retries)
 
     @property
     def pages_needed(self) -> int:
@@ -133,15 +143,6 @@ class Sequence:
     @property
     def digest(self) -> str | None:
         return self._work.digest
-
-    @property
-    def key(self) -> Key | None:
-        return self.pair.key
-
-    @property
-    def placement(self) -> Placement | None:
-        """The pair of the present try."""
-        return self._placement
 
     def start(self) -> None:
         """Line up for a pair."""
@@ -171,7 +172,7 @@ class Sequence:
 
     def placed(self, placement: Placement) -> None:
         """The queue has found a pair for this try."""
-        now = self._loop.time()
+        now = time.monotonic()
         self._placement = placement
         self._prefill_released = False
         prefill = placement.prefill
@@ -180,9 +181,11 @@ class Sequence:
         )
         attempt = mint_attempt(time.time_ns() // 1_000_000, secrets.randbits(22))
         self._shared.metrics.spent(Phase.QUEUE, now - self._queued_at)
-        self.dispatched_at = now
-        incarnations = prefill.member.incarnation, placement.decode.member.incarnation
-        self._handle(PairChosen(Key(room, attempt), *incarnations))
+        self._dispatched_at = now
+        key = Key(room, attempt)
+        decode = placement.decode.member
+        self.trail.append(Try(key, prefill.member.instance, decode.instance))
+        self._handle(PairChosen(key, prefill.member.incarnation, decode.incarnation))
 
     # --- what legs bring ------------------------------------------------------------------------
 
@@ -203,7 +206,7 @@ class Sequence:
         if key != pair.key:
             return
         if pair.state is PairState.RUNNING:
-            self._shared.metrics.spent(Phase.FIRST_BYTE, self._loop.time() - self.dispatched_at)
+            self._shared.metrics.spent(Phase.FIRST_BYTE, time.monotonic() - self._dispatched_at)
             self._handle(FirstByte(key))
         if pair.relays:
             pair.progressed(self._loop.time())
@@ -212,7 +215,7 @@ class Sequence:
     def take_answer(self, key: Key, body: bytes, content_type: bytes) -> None:
         """Decode's whole answer; it counts once the machine says so."""
         if key == self.pair.key and self.pair.relays:
-            self._shared.metrics.spent(Phase.FIRST_BYTE, self._loop.time() - self.dispatched_at)
+            self._shared.metrics.spent(Phase.FIRST_BYTE, time.monotonic() - self._dispatched_at)
             self._sink.take_answer(body, content_type)
 
     # --- effects --------------------------------------------------------------------------------
@@ -273,7 +276,7 @@ class Sequence:
         )
 
     def _retry(self) -> None:
-        self._queued_at = self._loop.time()
+        self._queued_at = time.monotonic()
         if self._work.placement is not None:
             self._loop.call_soon(
                 self._handle, NoPairChosen(Reason.NO_PAIR, "the named pair failed")
@@ -288,7 +291,7 @@ class Sequence:
         shared = self._shared
         shared.admission.leave(self)
         shared.running.discard(self)
-        shared.metrics.spent(Phase.TOTAL, self._loop.time() - self._started_at)
+        shared.metrics.spent(Phase.TOTAL, time.monotonic() - self._started_at)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
