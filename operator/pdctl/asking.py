@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pdcluster_operator.plan import Plan
+from pdcluster_protocol.authentication import HttpSigner
 from pdcluster_protocol.errors import ConfigError, PDClusterError, Reason
 from pdcluster_protocol.ids import Role
 from pdctl.processes import RunSpec
@@ -92,20 +93,36 @@ def first_answer(spec: RunSpec) -> tuple[str, Usage, float]:
         PDClusterError: the router answered with an error.
     """
     started = time.monotonic()
+    text, usage = _first(spec, spec.endpoint, None)
+    return text, usage, time.monotonic() - started
+
+
+def answer_alone(spec: RunSpec) -> str:
+    """The answer of one engine that prefills and decodes by itself: what the pair must equal.
+
+    Raises:
+        PDClusterError: the engine answered with an error.
+    """
+    engine = next(p for p in spec.processes if p.kind == "engine" and p.role == Role.DECODE)
+    return _first(spec, f"http://{engine.ports[0]}", signer(Path(spec.folder) / "keys"))[0]
+
+
+def _first(spec: RunSpec, url: str, signed_by: HttpSigner | None) -> tuple[str, Usage]:
     answer = exchange(
         "POST",
-        f"{spec.endpoint}/v1/completions",
+        f"{url}/v1/completions",
         request(spec.served_name, FIRST_PROMPT, FIRST_TOKENS),
         timeout_seconds=ANSWER_SECONDS,
+        signed_by=signed_by,
     )
     if answer.status != 200:
         raise PDClusterError(
-            f"the first prompt failed with {answer.status}: {answer.message()}",
+            f"the first prompt at {url} failed with {answer.status}: {answer.message()}",
             reason=Reason.PEER_FAILED,
         )
     completion = msgspec.json.decode(answer.body, type=Completion)
     text = completion.choices[0].text if completion.choices else ""
-    return text, completion.usage or Usage(), time.monotonic() - started
+    return text, completion.usage or Usage()
 
 
 def request(model: str, prompt: str, max_tokens: int) -> dict[str, object]:

@@ -47,6 +47,8 @@ _REQUEST_BYTES_MAX = 4096
 _REQUEST_SECONDS = 5.0
 _ENDING_SECONDS = 1.0
 _ENDING_STEP_SECONDS = 0.02
+_LOG_CHECK_SECONDS = 30.0
+LOG_BYTES_MAX = 16 << 20
 CHILD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -88,9 +90,17 @@ class Supervisor:
         # The nursery first: engines are forked from it.
         for child in sorted(self._children.values(), key=lambda c: c.spec.kind != "nursery"):
             self._start(child)
-        await self._stop.wait()
+        while not await self._told_to_stop(_LOG_CHECK_SECONDS):
+            bound_logs(self._folder / LOGS_FOLDER, LOG_BYTES_MAX)
         server.close()
         await self._end()
+
+    async def _told_to_stop(self, seconds: float) -> bool:
+        """Wait that long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        return self._stop.is_set()
 
     # --- starting ---------------------------------------------------------------------------
 
@@ -316,6 +326,23 @@ class Supervisor:
                     os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(_ENDING_STEP_SECONDS)
         log("processes are left", pids=descendants(os.getpid())[1:])
+
+
+def bound_logs(folder: Path, bytes_max: int) -> None:
+    """Keep the newest half of what has grown too long; writers append, so they notice nothing.
+
+    A line that is written between reading and cutting is lost, which a local run can bear.
+    """
+    for path in folder.glob("*.log"):
+        size = path.stat().st_size
+        if size <= bytes_max:
+            continue
+        with path.open("rb") as file:
+            file.seek(size - bytes_max // 2)
+            kept = file.read(bytes_max // 2).partition(b"\n")[2]
+        os.truncate(path, 0)
+        with path.open("ab") as file:
+            file.write(kept)
 
 
 def adopt_orphans() -> None:

@@ -19,14 +19,15 @@ import msgspec
 from pdcluster_operator.api.v1alpha1 import PDCluster
 from pdcluster_operator.plan import make_plan
 from pdcluster_protocol.errors import ConfigError, PDClusterError, Reason
-from pdctl.asking import FIRST_PROMPT, curl, first_answer, printable, send_canaries
+from pdctl.asking import FIRST_PROMPT, answer_alone, curl, first_answer, printable, send_canaries
+from pdctl.control import runs
 from pdctl.counters import Counters, read_counters
 from pdctl.model_config import require_weights
 from pdctl.preflight import installed_mooncake, require_mooncake
 from pdctl.prepare import Prepared, prepare
 from pdctl.proc import cpu_seconds, descendants
 from pdctl.processes import RunSpec
-from pdctl.run_folder import base_folder, remove_base, sweep
+from pdctl.run_folder import base_folder, remove_base
 from pdctl.starting import wait_until_ready
 from pdctl.supervision import Supervision
 from pdctl.table import process_table
@@ -62,8 +63,8 @@ def up(cluster: PDCluster, options: UpOptions) -> int:
         )
     require_weights(cluster.spec.model.source, options.source_folder)
     require_mooncake(installed_mooncake())
+    _require_new_name(plan.cluster)
     base = base_folder()
-    sweep(base)
     with interruptible():
         try:
             prepared = prepare(
@@ -85,6 +86,16 @@ def up(cluster: PDCluster, options: UpOptions) -> int:
         finally:
             remove_base(base)
     return 0
+
+
+def _require_new_name(name: str) -> None:
+    """`ps`, `down` and `generate` find a run by its name."""
+    for run in runs():
+        if run.spec.cluster == name:
+            raise ConfigError(
+                f"cluster {name!r} runs already at {run.spec.endpoint}; end it with pdctl down"
+                f" --name {name}, or choose another metadata.name"
+            )
 
 
 @contextmanager
@@ -130,6 +141,8 @@ def _start(
         f"answer    {printable(text)!r} ({usage.prompt_tokens} + {usage.completion_tokens} tokens,"
         f" {seconds:.2f} s)"
     )
+    same = "the same" if answer_alone(spec) == text else "ANOTHER text (batch shapes differ)"
+    print(f"checked   one process alone answers {same}")
     print(f"endpoint  {spec.endpoint}\ntry       {curl(spec)}\n", flush=True)
 
 

@@ -122,6 +122,7 @@ def test_up_proves_itself_and_ctrl_c_leaves_nothing(runtime: Path, foreground: F
     assert re.search(r"ready in [0-9.]+ s \(CPU [0-9.]+ s\)", told)
     assert "canary    local-prefill-0 -> local-decode-0: ok in" in told
     assert re.search(r"answer    .+ \([0-9]+ \+ 32 tokens, [0-9.]+ s\)", told)
+    assert "checked   one process alone answers the same" in told
     for word in ("prefill", "decode", "router", "sidecar", "engine", "transfer", "nursery"):
         assert re.search(rf"^.*\b{word}\b.* [0-9]+ MB", told, re.MULTILINE), word
     assert len(pids) >= 9
@@ -167,6 +168,10 @@ def test_a_detached_cluster_is_asked_survives_a_death_and_is_ended(runtime: Path
         generated = pdctl("generate", "Once upon", "--max-tokens", "20")
         assert (0, "") == (generated.returncode, generated.stderr)
         assert generated.stdout.strip()
+
+        twice = pdctl("up", "-f", str(LOCAL))
+        assert 2 == twice.returncode
+        assert f"cluster 'local' runs already at http://127.0.0.1:{port};" in twice.stderr
 
         shown = pdctl("ps").stdout
         killed = pid_in(shown, "prefill", "engine")
@@ -247,4 +252,32 @@ def test_nothing_running_is_said(runtime: Path) -> None:
         done = pdctl(*command)
         assert 2 == done.returncode
         assert "no cluster runs here; start one with pdctl up -f FILE" in done.stderr
+    until_gone(runtime, [])
+
+
+def test_a_terminal_is_shown_live_counters(runtime: Path) -> None:
+    port, admin_port = free_ports()
+    parent, terminal = os.openpty()
+    popen = subprocess.Popen(
+        [sys.executable, "-m", "pdctl", "up", "-f", str(LOCAL), "--port", port,
+         "--admin-port", admin_port],
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+    )  # fmt: skip
+    os.close(terminal)
+    shown = ""
+    try:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not re.search(r"requests [1-9][0-9]* answered, 0 not +tokens [1-9]", shown):
+            left = max(0.0, deadline - time.monotonic())
+            assert select.select([parent], [], [], left)[0], shown
+            shown += os.read(parent, 65536).decode()
+        popen.send_signal(signal.SIGINT)
+        popen.wait(DEADLINE_SECONDS)
+    finally:
+        popen.kill()
+        popen.wait(DEADLINE_SECONDS)
+        os.close(parent)
+    assert re.search(r"KV moved 0\.[0-9] MB", shown)
     until_gone(runtime, [])
