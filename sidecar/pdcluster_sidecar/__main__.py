@@ -41,6 +41,11 @@ async def _serve(config: SidecarConfig, ring: KeyRing) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.set_exception_handler(
+        lambda _, context: log.error(
+            "callback failed", detail=context.get("message"), exc_info=context.get("exception")
+        )
+    )
     try:
         await Sidecar(config, ring, log=log).run(stop)
     except ConfigError:

@@ -129,7 +129,12 @@ class Bus:
                 parts = sock.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(port, parts, verifier)
+            try:
+                self._receive(port, parts, verifier)
+            except Exception:
+                # A fault of ours goes to the loop's handler; the next message is still read.
+                asyncio.get_running_loop().call_soon(self._readable, port)
+                raise
         # There may be more, and the descriptor will not say so again.
         asyncio.get_running_loop().call_soon(self._readable, port)
 

@@ -88,10 +88,15 @@ class Link(asyncio.Protocol):
 
     # --- sending --------------------------------------------------------------------------------
 
+    @property
+    def open(self) -> bool:
+        """Whether the other end is still there, as far as is known."""
+        return self._transport is not None and not self._transport.is_closing()
+
     def send(self, message: SidecarToEngine) -> bool:
         """Queue a message for the rank; False when it reads too slowly to take it."""
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if transport is None or not self.open:
             return False
         if transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             return False

@@ -165,6 +165,8 @@ class Ranks:
             waiting.set_result(answer.json)
 
     def _greeted(self, link: Link, hello: EngineHello, tries: int) -> None:
+        if not link.open:
+            return
         if hello.coordinate in self._links and tries > 0:
             # It was restarted, and the end of its old link is not read yet.
             self._loop.call_later(HELLO_AGAIN_SECONDS, self._greeted, link, hello, tries - 1)
