@@ -281,6 +281,7 @@ class OwnerLoop:
         self._telemetry.loops.set(self._loops)
         self._telemetry.link_joined.set(joined)
         self._telemetry.queue.labels("link").set(self._link.queued)
+        self._telemetry.queue.labels("inbox").set(len(self._inbox))
         if self._link.dropped > self._link_dropped:
             lost = self._link.dropped - self._link_dropped
             self._telemetry.dropped.labels("link_queue_full").inc(lost)

@@ -58,6 +58,8 @@ class ForkRequest(
 
 def main() -> int:
     """Warm up, then serve the supervisor until its end of the pipe closes."""
+    # Ctrl-C in a terminal is the supervisor's to answer; our end is the end of standard input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare_environment()
     try:
         follow_parent()

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdcluster_engine.legs import Leg
 from pdcluster_engine.memory.metadata import MetadataRow
 from pdcluster_engine.scheduling.orders import Work
+from pdcluster_engine.submission import Output
 from pdcluster_engine.transport.port import (
     DigestRequest,
     WriteRequest,
@@ -124,3 +126,14 @@ def test_a_leg_without_attempt_takes_the_one_that_the_node_minted(bench: Bench) 
     assert minted == leg.key
     assert bench.legs.find(Key(5, 78)) is None
     assert bench.legs.find_submitted(Key(5, 0)) is leg
+
+
+def test_nothing_follows_the_end_of_a_leg_whatever_threads_do() -> None:
+    sink = Collected()
+    leg = Leg(submission(KEY), sink)
+    output = Output(token_id=1, text="a", logprob=0.0, top_logprobs=())
+    leg.emit(output)
+    leg.end(Reason.ABORTED, "left")
+    leg.emit(output)
+    leg.end(None, "")
+    assert ([output], [(Reason.ABORTED, "left")]) == (sink.outputs, sink.ends)
