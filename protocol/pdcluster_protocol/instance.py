@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from pdcluster_protocol.control_api import LoadReport
 from pdcluster_protocol.errors import LayoutMismatch, Reason
 from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.limits import Limits
@@ -23,7 +24,6 @@ from pdcluster_protocol.messages import (
     HelloAnswer,
     InstanceCard,
     Load,
-    LoadReport,
     Pulse,
     RankCard,
 )

@@ -393,23 +393,3 @@ class InstanceDied(msgspec.Struct, frozen=True, tag="PD_DIED"):
 
 
 SidecarMessage = Ping | InstanceDied
-
-
-# --- router and sidecar, over HTTP --------------------------------------------------------------
-
-
-class AbortRequest(msgspec.Struct, frozen=True):
-    """Body of `POST /pd/v1/abort`: exact names; an empty or unknown one cancels nothing."""
-
-    rid: str
-    key: Key | None = None
-    reason: Reason = Reason.ABORTED
-
-
-class LoadReport(msgspec.Struct, frozen=True):
-    """Answer of `GET /pd/v1/load`: one entry per DP rank."""
-
-    incarnation: str
-    ready: bool
-    draining: bool
-    loads: tuple[Load, ...]

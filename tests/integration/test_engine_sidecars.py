@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from pdcluster_protocol.config import EngineConfig
+from pdcluster_protocol.control_api import LoadReport
 from pdcluster_protocol.ids import Role
-from pdcluster_protocol.messages import LoadReport
 from support.legs import LegClient, prompt_of
 from support.nursery import Nursery
 from support.sidecars import KEY, SidecarProcess, running, until

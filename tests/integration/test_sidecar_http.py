@@ -17,16 +17,10 @@ import pytest
 import pytest_asyncio
 
 from pdcluster_protocol.authentication import HttpSigner
+from pdcluster_protocol.control_api import AbortRequest, LoadReport
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import Key, RankAddress, Role
-from pdcluster_protocol.messages import (
-    AbortRequest,
-    CancelLeg,
-    DumpAnswered,
-    DumpRequested,
-    InstanceCard,
-    LoadReport,
-)
+from pdcluster_protocol.messages import CancelLeg, DumpAnswered, DumpRequested, InstanceCard
 from support.sidecars import KEY, REPOSITORY, RING, ROOTS, FakeEngine, SidecarProcess, running
 
 SENTINEL = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"

@@ -10,9 +10,10 @@ import msgspec
 from yarl import URL
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
+from pdcluster_protocol.control_api import AbortRequest, LoadReport
 from pdcluster_protocol.errors import PDClusterError, Reason, RemoteProtocolError, WireError
 from pdcluster_protocol.ids import RankAddress
-from pdcluster_protocol.messages import AbortRequest, InstanceCard, LoadReport
+from pdcluster_protocol.messages import InstanceCard
 from pdcluster_sidecar.router.tokens import TokenizerAnswer
 
 CALL_SECONDS: Final = 1.0

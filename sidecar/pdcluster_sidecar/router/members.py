@@ -19,15 +19,11 @@ import msgspec
 import structlog
 
 from pdcluster_protocol.config import Member, RouterConfig
+from pdcluster_protocol.control_api import LoadReport
 from pdcluster_protocol.errors import PDClusterError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.limits import Limits
-from pdcluster_protocol.messages import (
-    WIRE_VERSION_MAX,
-    WIRE_VERSION_MIN,
-    InstanceCard,
-    LoadReport,
-)
+from pdcluster_protocol.messages import WIRE_VERSION_MAX, WIRE_VERSION_MIN, InstanceCard
 from pdcluster_sidecar.router.pick import Candidate, Slot
 from pdcluster_sidecar.router.tokens import Codec, TokenizerAnswer
 

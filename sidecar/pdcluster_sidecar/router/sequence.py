@@ -15,9 +15,9 @@ from typing import Final, NamedTuple, Protocol, assert_never
 import msgspec
 import structlog
 
+from pdcluster_protocol.control_api import AbortRequest
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import Key, Role, mint_attempt, mint_room
-from pdcluster_protocol.messages import AbortRequest
 from pdcluster_protocol.pair import (
     AbortLeg,
     Answer,

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner
+from pdcluster_protocol.control_api import AbortRequest
 from pdcluster_protocol.errors import (
     InvalidRequest,
     NotReady,
@@ -19,7 +20,7 @@ from pdcluster_protocol.errors import (
     Unauthorized,
     WireError,
 )
-from pdcluster_protocol.messages import AbortRequest, CancelLeg, InstanceCard
+from pdcluster_protocol.messages import CancelLeg, InstanceCard
 from pdcluster_protocol.topology import RankCoordinate
 from pdcluster_sidecar.peers import Peer
 from pdcluster_sidecar.ranks import Ranks
