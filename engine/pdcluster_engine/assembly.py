@@ -7,6 +7,7 @@ import secrets
 
 import msgspec
 
+from pdcluster_engine.checking import CheckedNode
 from pdcluster_engine.environment import memory_bytes
 from pdcluster_engine.executor import Executor
 from pdcluster_engine.inbox import Inbox
@@ -67,7 +68,8 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
         verify=config.checksum != "Off",
         scatter_seed=config.scatter_seed,
     )
-    node: Node = prefill_node(setup) if config.role is Role.PREFILL else decode_node(setup)
+    bare = prefill_node(setup) if config.role is Role.PREFILL else decode_node(setup)
+    node: Node = CheckedNode(bare) if config.check_invariants else bare
     inbox = Inbox()
     compute = ModelThread(
         model.runner,

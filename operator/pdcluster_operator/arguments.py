@@ -1,9 +1,14 @@
-"""The `args` of a role with engine `native`: four flags, each refused by name when it is wrong.
+"""The `args` of a role with engine `native`: a few flags, each refused by name when it is wrong.
 
     --mode exact|batched   one forward per request, or one for all decoding requests
     --chunk N              prompt tokens per forward
     --pages N              pages of the pool; absent: the engine sizes it
     --sequences N          decoding sequences at most
+
+Two more are for tests, and change neither bytes nor tokens:
+
+    --scatter-seed N       hand out scattered pages, shuffled by this seed, instead of long runs
+    --check-invariants     check the whole node after every event; a violation ends the engine
 
 A flag may be written `--chunk 64` (two items) or `--chunk=64`. Abbreviations are not understood, so
 a flag that the API owns cannot slip by under a shorter name.
@@ -19,6 +24,8 @@ import msgspec
 from pdcluster_protocol.errors import ConfigError
 
 COUNT_MAX = 1 << 31
+SWITCHES = {"--check-invariants"}
+"""Flags that have no value."""
 
 
 class NativeArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +35,8 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 256
     pages: int = 0
     sequences: int = 16
+    scatter_seed: int | None = None
+    check_invariants: bool = False
 
 
 def parse_native_arguments(args: Sequence[str], *, field: str) -> NativeArguments:
@@ -38,7 +47,7 @@ def parse_native_arguments(args: Sequence[str], *, field: str) -> NativeArgument
     """
     values: dict[str, object] = {}
     for flag, value in _pairs(args, field):
-        name = flag.removeprefix("--")
+        name = flag.removeprefix("--").replace("-", "_")
         if name in values:
             raise ConfigError(f"{field}: {flag} stands twice; keep one")
         match name:
@@ -46,12 +55,14 @@ def parse_native_arguments(args: Sequence[str], *, field: str) -> NativeArgument
                 if value not in {"exact", "batched"}:
                     raise ConfigError(f"{field}: --mode is {value!r}; it is exact or batched")
                 values[name] = value
-            case "chunk" | "pages" | "sequences":
+            case "chunk" | "pages" | "sequences" | "scatter_seed":
                 values[name] = _count(flag, value, field)
+            case "check_invariants":
+                values[name] = True
             case _:
                 raise ConfigError(
                     f"{field}: {flag!r} is unknown to engine native; it knows --mode, --chunk,"
-                    " --pages, --sequences"
+                    " --pages, --sequences, --scatter-seed, --check-invariants"
                 )
     return msgspec.convert(values, NativeArguments)
 
@@ -62,7 +73,10 @@ def _pairs(args: Sequence[str], field: str) -> Iterator[tuple[str, str]]:
         flag, equals, value = item.partition("=")
         if not flag.startswith("--"):
             raise ConfigError(f"{field}: {item!r} is no flag; flags begin with --")
-        if not equals:
+        if flag in SWITCHES:
+            if equals:
+                raise ConfigError(f"{field}: {flag} has a value; write {flag} alone")
+        elif not equals:
             try:
                 value = next(items)
             except StopIteration:

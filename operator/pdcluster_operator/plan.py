@@ -207,6 +207,8 @@ def _engine(
         allocation=spec.kv.allocation,
         timeouts=sidecar.timeouts,
         fingerprint=sidecar.fingerprint,
+        scatter_seed=arguments.scatter_seed,
+        check_invariants=arguments.check_invariants,
     )
 
 

@@ -65,6 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The plan's digest of all that shapes bytes and tokens; only equal ones pair."""
     scatter_seed: int | None = None
     """Tests: hand out scattered pages instead of the longest extents."""
+    check_invariants: bool = False
+    """Tests: check the whole node after every event; a violation ends the process."""
     threads: int = 1
     run_folder: str = ""
     """Locally, where the run's files live."""

@@ -35,6 +35,7 @@ from pdcluster_protocol.fencing import Fencing
 from pdcluster_protocol.ids import Key
 from pdcluster_protocol.ledger import Clock, Ledger, NodeSetup
 from pdcluster_protocol.messages import Load, NodeMessage, PeerState
+from pdcluster_protocol.pages import page_runs
 from pdcluster_protocol.push.decode_rooms import DecodeRooms
 from pdcluster_protocol.push.prefill_rooms import PrefillRooms
 from pdcluster_protocol.story import Transition
@@ -196,6 +197,7 @@ class Node:
             "rid": view.leg.rid,
             "state": str(view.state),
             "prompt_tokens": view.leg.prompt_tokens,
+            "pages": page_runs(self.ledger.pool.pages_of(view.key)),
             "story": [str(step) for step in self.story(view.key)],
         }
 

@@ -17,6 +17,8 @@ import msgspec
 from pdcluster_protocol.errors import InvariantViolated
 from pdcluster_protocol.ids import Key
 
+RUNS_SHOWN_MAX = 128
+
 
 class Holding(msgspec.Struct):
     """The pages of one key; `since` is when they went to quarantine."""
@@ -65,6 +67,11 @@ class PagePool:
     def holder_of(self, page: int) -> Key | None:
         """Who holds a page; for checks, since it searches."""
         return next((key for key, held in self._holdings.items() if page in held.pages), None)
+
+    def pages_of(self, key: Key) -> tuple[int, ...]:
+        """The key's pages in the order of its tokens; empty when it has none."""
+        holding = self._holdings.get(key)
+        return () if holding is None else holding.pages
 
     def is_quarantined(self, key: Key) -> bool:
         """Whether the key's pages wait for proof."""
@@ -183,6 +190,18 @@ class PagePool:
             else:
                 merged.append((start, length))
         self._extents = merged
+
+
+def page_runs(pages: tuple[int, ...]) -> str:
+    """Pages in their order as text for people, such as `3-7 12`; cut after `RUNS_SHOWN_MAX`."""
+    runs: list[tuple[int, int]] = []
+    for page in pages:
+        if runs and runs[-1][1] + 1 == page:
+            runs[-1] = (runs[-1][0], page)
+        else:
+            runs.append((page, page))
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:RUNS_SHOWN_MAX]]
+    return " ".join([*shown, "..."] if len(runs) > RUNS_SHOWN_MAX else shown)
 
 
 def _extents_of(pages: tuple[int, ...]) -> list[tuple[int, int]]:

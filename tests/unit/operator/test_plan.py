@@ -76,6 +76,7 @@ def test_what_shapes_bytes_or_tokens_changes_the_fingerprint(sections: dict[str,
         {"timeouts": {"queueSeconds": 1}},
         {"router": {"replicas": 4}},
         {"decode": {"args": ["--pages=99", "--sequences=3"]}},
+        {"decode": {"args": ["--scatter-seed=5", "--check-invariants"]}},
     ],
     ids=str,
 )
@@ -104,6 +105,13 @@ def test_native_flags_and_timeouts_reach_the_engine() -> None:
     engine = plan.pods[1].engines[0]
     assert ("exact", 100, 7, 3) == (engine.mode, engine.chunk, engine.pages, engine.sequences)
     assert Timeouts(queue_seconds=9.0) == engine.timeouts == plan.routers[0].timeouts
+
+
+def test_the_flags_for_tests_reach_the_engines_of_their_role_only() -> None:
+    plan = planned(decode={"args": ["--check-invariants", "--scatter-seed", "5"]})
+
+    seen = [(e.scatter_seed, e.check_invariants) for pod in plan.pods for e in pod.engines]
+    assert [(None, False), (5, True)] == seen
 
 
 def test_limits_are_those_of_the_cluster_and_each_router_takes_its_share() -> None:
@@ -154,6 +162,8 @@ def test_what_is_not_built_is_refused_by_name(expected: str, sections: dict[str,
         ("--sequences is 'x'", ["--sequences=x"]),
         ("--chunk is '99999999999999'", ["--chunk=99999999999999"]),
         ("--mode is 'fast'; it is exact or batched", ["--mode=fast"]),
+        ("--check-invariants has a value", ["--check-invariants=no"]),
+        ("--scatter-seed is '0'", ["--scatter-seed=0"]),
     ],
 )
 def test_wrong_native_flags_are_refused_by_name(expected: str, args: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdcluster_protocol.errors import InvariantViolated
-from pdcluster_protocol.pages import PagePool
+from pdcluster_protocol.pages import RUNS_SHOWN_MAX, PagePool, page_runs
 from support.ledgers import key
 
 
@@ -21,6 +21,18 @@ def test_reserve_gives_all_or_nothing() -> None:
     assert pool.reserve(key(2), 2) is None
     assert (1, 3, 0) == counts(pool)
     assert not pool.holds(key(2))
+
+
+def test_the_pages_of_a_key_are_told_in_the_order_of_its_tokens_as_runs() -> None:
+    pool = PagePool(8)
+    pool.reserve(key(1), 5)
+
+    assert (0, 1, 2, 3, 4) == pool.pages_of(key(1))
+    assert () == pool.pages_of(key(2))
+    assert "0-4" == page_runs(pool.pages_of(key(1)))
+    assert "3-7 12 2-3" == page_runs((3, 4, 5, 6, 7, 12, 2, 3))
+    assert "" == page_runs(())
+    assert page_runs(tuple(range(0, 2 * RUNS_SHOWN_MAX + 2, 2))).endswith(" 254 ...")
 
 
 def test_a_key_reserves_once() -> None:
