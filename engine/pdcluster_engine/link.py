@@ -66,7 +66,6 @@ class Link:
         "_reader",
         "_sent",
         "_sock",
-        "connections",
         "dropped",
         "incarnation",
         "state",
@@ -86,8 +85,6 @@ class Link:
         self._dial_at: float | None = None
         self._backoff_seconds = REDIAL_SECONDS_MIN
         self.state = LinkState.DOWN
-        self.connections = 0
-        """How many connections there were: a descriptor's number may come again."""
         self.incarnation = ""
         self.dropped = 0
         """Messages that went over the bound while the link was down."""
@@ -127,7 +124,6 @@ class Link:
             self._redial(now)
             return
         self._sock = sock
-        self.connections += 1
         self._dial_at = None
         self._reader = FrameReader()
         self._outgoing = bytearray(frame(engine_to_sidecar.encode(self._hello())))

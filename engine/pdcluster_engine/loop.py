@@ -112,8 +112,8 @@ class OwnerLoop:
         self._sequences_max = sequences_max
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._watched: tuple[int, int, int] | None = None
-        """Connection number, descriptor and events under which the link is registered."""
+        self._watched: tuple[int, int] | None = None
+        """Descriptor and events under which the link is registered."""
         self._loops = 0
         self._pulse_at = 0.0
         self._link_dropped = 0
@@ -290,18 +290,18 @@ class OwnerLoop:
             self._link.send(Pulse(self._loops, load, rooms=len(self._node.open_keys())))
 
     def _watch_link(self) -> None:
-        """Register what the link waits for; a new connection may reuse its predecessor's number."""
+        """Register what the link waits for; between two connections a turn sees none."""
         descriptor = self._link.fileno()
-        wanted: tuple[int, int, int] | None = None
+        wanted: tuple[int, int] | None = None
         if descriptor >= 0:
             events = selectors.EVENT_READ | (self._link.wants_write and selectors.EVENT_WRITE)
-            wanted = (self._link.connections, descriptor, events)
+            wanted = (descriptor, events)
         if wanted == self._watched:
             return
         if self._watched is not None:
-            self._selector.unregister(self._watched[1])
+            self._selector.unregister(self._watched[0])
         if wanted is not None:
-            self._selector.register(wanted[1], wanted[2])
+            self._selector.register(*wanted)
         self._watched = wanted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import tempfile
 import threading
 import time
@@ -217,3 +218,17 @@ def test_a_full_inbox_makes_the_model_thread_wait_and_nobody_else() -> None:
     inbox.close()
     inbox.post(Tick())
     inbox.post_when_room(Tick())
+
+
+def test_the_inbox_wakes_a_selector_once_and_again_after_it_was_drained() -> None:
+    inbox = Inbox()
+    with selectors.DefaultSelector() as selector:
+        selector.register(inbox.fileno(), selectors.EVENT_READ)
+        assert [] == selector.select(0)
+        for _ in range(2):
+            inbox.post(Tick())
+            inbox.post(Tick())
+            assert 1 == len(selector.select(0))
+            assert [Tick(), Tick()] == inbox.drain()
+            assert [] == selector.select(0)
+    inbox.close()
