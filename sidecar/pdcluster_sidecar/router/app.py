@@ -89,6 +89,7 @@ class Router:
         self._admin = Admin(
             self._members, self._metrics, HttpVerifier(ring), Canary(config, self._shared).run
         )
+        self._reported = asyncio.Event()
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -106,6 +107,14 @@ class Router:
         if self._runner is None or not self._runner.addresses:
             return self._config.admin_port
         return int(self._runner.addresses[0][1])
+
+    @property
+    def in_flight_count(self) -> int:
+        return self._admission.in_flight_count
+
+    @property
+    def queued_count(self) -> int:
+        return self._admission.queued_count
 
     async def start(self) -> None:
         """Open both ports and begin to watch.
@@ -132,6 +141,12 @@ class Router:
         self._members.start()
         self._sweeper = loop.create_task(self._sweep())
 
+    async def wait_ready(self) -> None:
+        """Wait until a pair can be had."""
+        while not self._admission.has_pair(None):
+            self._reported.clear()
+            await self._reported.wait()
+
     async def close(self) -> None:
         """Take nothing new, give what runs a moment, end the rest with its reason."""
         self._front.closing = True
@@ -152,7 +167,7 @@ class Router:
         self._server.abort_all()
 
     def _connect_parts(self) -> None:
-        self._members.on_change = self._admission.wake
+        self._members.on_change = self._member_reported
         self._members.on_dead = self._instance_died
         self._members.on_silent = self._instance_silent
         watch = self._metrics.watch
@@ -160,6 +175,10 @@ class Router:
         watch("pdcluster_in_flight", "Sequences that run", self._count_in_flight)
         watch("pdcluster_client_connections", "Open connections of clients", self._count_clients)
         watch("pdcluster_aborts_undelivered", "Aborts that reached no sidecar", self._count_lost)
+
+    def _member_reported(self) -> None:
+        self._reported.set()
+        self._admission.wake()
 
     def _instance_died(self, incarnation: str, detail: str) -> None:
         for sequence in self._running.sequences():

@@ -96,6 +96,7 @@ class LegConnection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._status = 0
         self._whole = False
+        self._keeps_alive = False
         self._held = False
         self.address = address
         self.idle_since = 0.0
@@ -181,6 +182,8 @@ class LegConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         # An interim answer such as 100 is no answer yet.
         self._whole = self._status >= 200
+        # Asked here: a moment later the parser has forgotten how the message was framed.
+        self._keeps_alive = self._parser.should_keep_alive()
         self._headers = {}
 
     # --- inside ---------------------------------------------------------------------------------
@@ -191,7 +194,7 @@ class LegConnection(asyncio.Protocol):
             return
         self._leg = None
         listener = leg.done()
-        if self._parser.should_keep_alive() and self.usable:
+        if self._keeps_alive and self.usable:
             self.hold(held=False)
             self._pool.keep(self)
         else:

@@ -30,6 +30,8 @@ from pdcluster_sidecar.router.tokens import Codec, TokenizerAnswer
 POLL_SECONDS: Final = 1.0
 POLL_NOT_READY_SECONDS: Final = 0.25
 """While a member starts, a client may be waiting for it."""
+HURRY_SECONDS: Final = 0.05
+"""Between blame and the next look."""
 
 log = structlog.get_logger()
 
@@ -63,11 +65,12 @@ class Watched:
 
     __slots__ = (
         "address",
-        "blamed",
+        "blamed_at",
         "candidate",
         "card",
         "codec",
         "heard_at",
+        "hurry",
         "member",
         "problem",
         "report",
@@ -84,7 +87,9 @@ class Watched:
         self.candidate: Candidate | None = None
         self.slots: tuple[Slot, ...] = ()
         self.heard_at: float | None = None
-        self.blamed = False
+        self.blamed_at: float | None = None
+        self.hurry = asyncio.Event()
+        """Look again at once."""
         self.silence_told = False
         self.problem = "no hello yet"
 
@@ -95,7 +100,7 @@ class Watched:
             and self.report is not None
             and self.report.ready
             and not self.report.draining
-            and not self.blamed
+            and self.blamed_at is None
             and self.heard_at is not None
             and now - self.heard_at <= unknown_after_seconds
         )
@@ -157,7 +162,8 @@ class Members:
     def blame(self, instance: str) -> None:
         """A leg there was refused or lost: nothing new until it has reported again."""
         if (watched := self._watched.get(instance)) is not None:
-            watched.blamed = True
+            watched.blamed_at = self._now()
+            watched.hurry.set()
 
     def sidecar(self, instance: str) -> RankAddress:
         """Where aborts for this member go."""
@@ -189,15 +195,23 @@ class Members:
             now = self._now()
             unknown_after = self._limits.unknown_after_seconds
             ready = watched.usable(now, unknown_after_seconds=unknown_after)
-            await asyncio.sleep(POLL_SECONDS if ready else POLL_NOT_READY_SECONDS)
+            await _wait_set(watched.hurry, POLL_SECONDS if ready else POLL_NOT_READY_SECONDS)
+            if watched.hurry.is_set():
+                watched.hurry.clear()
+                # Its sidecar may learn of a death a moment after us.
+                await asyncio.sleep(HURRY_SECONDS)
 
     async def _visit(self, watched: Watched) -> None:
         """One look at a member; what goes wrong is its problem, never the watch's."""
         problem = ""
+        began_at = self._now()
         try:
             if watched.card is None:
                 await self._greet(watched)
-            self._take_report(watched, await self._calls.load(watched.address))
+            report = await self._calls.load(watched.address)
+            if watched.blamed_at is not None and watched.blamed_at < began_at:
+                watched.blamed_at = None
+            self._take_report(watched, report)
         except PDClusterError as error:
             problem = error.detail
             self._note_silence(watched)
@@ -267,7 +281,6 @@ class Members:
             raise PDClusterError("its incarnation changed")
         watched.report = report
         watched.heard_at = self._now()
-        watched.blamed = False
         watched.silence_told = False
         for slot in watched.slots:
             if slot.dp_rank < len(report.loads):
@@ -282,3 +295,12 @@ class Members:
             watched.silence_told = True
             if watched.card is not None:
                 self.on_silent(watched.card.incarnation)
+
+
+async def _wait_set(event: asyncio.Event, seconds: float) -> None:
+    """Wait until the event is set, or so long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return
