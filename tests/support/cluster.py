@@ -1,0 +1,320 @@
+"""A whole cluster of real processes: `pdctl up --detach` in a runtime folder of its own.
+
+    with PairCluster(model="tiny-glm", mode="exact", chunk=100) as cluster:
+        ended = await cluster.generate([1, 2, 3])
+
+Leaving the block runs `pdctl down`, and fails if any process logged a fault of its own: the engines
+check their invariants after every event and end loudly when one does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import msgspec
+import yaml
+
+from pdcluster_protocol.authentication import HEADER, HttpSigner
+from pdcluster_protocol.ids import Role
+from pdctl.control import ask_state
+from pdctl.proc import descendants
+from pdctl.processes import LOGS_FOLDER, RUN_FILE, ProcessState, RunSpec
+from pdctl.web import signer
+
+SPEC = Path(__file__).parents[1] / "integration/specs/pair.yaml"
+UP_SECONDS = 115.0
+DOWN_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
+TIMEOUT = aiohttp.ClientTimeout(total=110)
+TOPS = 5
+"""Top logprobs that every request asks for."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """The one end of a request as its client saw it."""
+
+    status: int
+    """HTTP status; 0 when the connection broke instead."""
+    ids: list[int]
+    """Tokens seen, in a stream also those before an error."""
+    tops: list[list[tuple[float, int]]]
+    """Top logprobs of each token: (logprob, id), likeliest first."""
+    error: dict[str, Any] | None = None
+    done: bool = False
+    """It ended well: a whole answer, or a stream with its end."""
+
+    @property
+    def clear(self) -> bool:
+        """Ended well, or with an error that names its reason and its leg."""
+        return self.done if self.error is None else bool(self.error["code"] and self.error["leg"])
+
+
+class PairCluster:
+    """One prefill, one decode, one router; every method may be used while processes die."""
+
+    def __init__(self, *, model: str, mode: str = "batched", chunk: int = 256) -> None:
+        self.model, self.mode, self.chunk = model, mode, chunk
+        self._runtime = tempfile.TemporaryDirectory(prefix="pd")
+        self._environment = os.environ | {
+            "XDG_RUNTIME_DIR": self._runtime.name,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        self._signer: HttpSigner
+        self.run: RunSpec
+
+    # --- its life -------------------------------------------------------------------------------
+
+    def __enter__(self) -> PairCluster:
+        try:
+            self._up()
+        except BaseException:
+            self._down()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        faults = self.faults()
+        left = self._down()
+        if error is None:
+            assert [] == faults
+            assert [] == left, "files are left of the run"
+
+    def _up(self) -> None:
+        path = Path(self._runtime.name) / "spec.yaml"
+        path.write_text(yaml.safe_dump(self._spec()))
+        port, admin_port = _free_ports()
+        up = self._pdctl(
+            "up", "-f", str(path), "--detach", "--port", port, "--admin-port", admin_port,
+            seconds=UP_SECONDS,
+        )  # fmt: skip
+        assert 0 == up.returncode, f"{up.stdout}\n{up.stderr}\n{self.logs()}"
+        path.unlink()
+        [folder] = Path(self._runtime.name).glob("pdcluster/slot-*/")
+        self.run = msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=RunSpec)
+        self._signer = signer(folder / "keys")
+
+    def _down(self) -> list[Path]:
+        """End everything; what is left of its files."""
+        self._pdctl("down", seconds=DOWN_SECONDS)
+        left = [path for path in Path(self._runtime.name).rglob("*") if path.name != "spec.yaml"]
+        self._runtime.cleanup()
+        return left
+
+    def _pdctl(self, *arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "pdctl", *arguments],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+
+    def _spec(self) -> dict[str, Any]:
+        spec: dict[str, Any] = yaml.safe_load(SPEC.read_text())
+        spec["spec"]["model"]["source"] = f"builtin://{self.model}"
+        for role in ("prefill", "decode"):
+            spec["spec"][role]["args"] += [f"--mode={self.mode}", f"--chunk={self.chunk}"]
+        return spec
+
+    # --- its processes --------------------------------------------------------------------------
+
+    def process(self, name: str) -> ProcessState:
+        """One process as the supervisor sees it: `prefill/engine`, `decode/sidecar`, ..."""
+        role, _, kind = name.partition("/")
+        [wanted] = [p.name for p in self.run.processes if (p.role, p.kind) == (role, kind)]
+        state = ask_state(Path(self.run.folder))
+        return next(process for process in state.processes if process.name == wanted)
+
+    def transfer_pid(self, role: Role) -> int:
+        """The transfer process: the one child of the role's engine."""
+        [pid] = descendants(self.process(f"{role}/engine").pid)[1:]
+        return pid
+
+    def logs(self) -> str:
+        """All logs of the run."""
+        files = sorted(Path(self._runtime.name).glob(f"pdcluster/*/{LOGS_FOLDER}/*.log"))
+        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in files)
+
+    def faults(self) -> list[str]:
+        """Log lines that only a fault of ours writes."""
+        words = ('"level": "critical"', '"level": "error"', "Traceback")
+        return [line for line in self.logs().splitlines() if any(word in line for word in words)]
+
+    # --- asking it ------------------------------------------------------------------------------
+
+    def address(self, role: Role, kind: str) -> str:
+        """Base URL of a role's engine or sidecar."""
+        [url] = [p.ready_url for p in self.run.processes if (p.role, p.kind) == (role, kind)]
+        return url.rpartition("/")[0]
+
+    async def metrics(self, role: Role | None = None) -> dict[str, float]:
+        """Metrics of a role's engine, or of the router."""
+        url = self.run.admin if role is None else self.address(role, "engine")
+        status, raw = await _exchange("GET", f"{url}/metrics")
+        assert 200 == status
+        lines = raw.decode().splitlines()
+        pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
+        return {name: float(value) for name, value in pairs}
+
+    async def dump(self, role: Role) -> dict[str, Any]:
+        """What the role's engine tells of itself; empty while its sidecar gets no answer."""
+        target = "/pd/v1/dump"
+        headers = {HEADER: self._signer.sign("GET", target, b"")}
+        _, raw = await _exchange("GET", self.address(role, "sidecar") + target, headers=headers)
+        ranks = json.loads(raw)["ranks"]
+        return (ranks and ranks[0]["engine"]) or {}
+
+    async def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """One plain request to the router, answered with JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, answer = await _exchange("POST", self.run.endpoint + path, raw)
+        return status, json.loads(answer)
+
+    async def ready(self) -> bool:
+        """Whether every process serves."""
+        for process in self.run.processes:
+            if process.ready_url:
+                try:
+                    status, _ = await _exchange("GET", process.ready_url)
+                except (OSError, aiohttp.ClientError):
+                    return False
+                if status != 200:
+                    return False
+        return True
+
+    async def idle(self) -> bool:
+        """Whether nothing is left of any request in any process."""
+        router = await self.metrics()
+        if router["pdcluster_in_flight"] or router["pdcluster_queue_depth"]:
+            return False
+        return all([await self._engine_idle(role) for role in Role])
+
+    async def _engine_idle(self, role: Role) -> bool:
+        dump = await self.dump(role)
+        if not dump:
+            return False
+        values = await self.metrics(role)
+        busy = [values[f'pdcluster_queue{{queue="{q}"}}'] for q in ("rooms", "waiting", "running")]
+        held = [values[f'pdcluster_pages{{state="{s}"}}'] for s in ("owned", "quarantined")]
+        left = [dump["rooms"], dump["queued"], dump["legs"], *dump["compute"].values()]
+        return not any([*busy, *held, *left])
+
+    async def wait_idle(self) -> None:
+        """Until nothing is left of any request."""
+        await until(self.idle, "idle")
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def body(self, ids: list[int], tokens: int, **fields: Any) -> dict[str, Any]:
+        """A greedy `/generate` that runs on to exactly `tokens` tokens."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return {
+            "input_ids": ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "top_logprobs_num": TOPS,
+            **fields,
+        }
+
+    async def generate(self, ids: list[int], tokens: int) -> Ended:
+        """One whole answer; a broken connection is an end too, and not a clear one."""
+        try:
+            status, answer = await self.post("/generate", self.body(ids, tokens))
+        except aiohttp.ClientError:
+            return Ended(0, [], [])
+        if status != 200:
+            return Ended(status, [], [], error=answer["error"])
+        return _ended(status, answer, done=True)
+
+    async def stream(self, ids: list[int], tokens: int, *, leave_after: int | None = None) -> Ended:
+        """One streamed answer; the client leaves after so many events, 0 is before the first."""
+        last: dict[str, Any] = {}
+        seen = 0
+        async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
+            try:
+                async with session.post(
+                    f"{self.run.endpoint}/generate", json=self.body(ids, tokens, stream=True)
+                ) as answer:
+                    if answer.status != 200:
+                        return Ended(answer.status, [], [], error=(await answer.json())["error"])
+                    async for line in answer.content:
+                        if seen == leave_after:
+                            answer.close()
+                            break
+                        if not line.startswith(b"data: "):
+                            continue
+                        seen += 1
+                        if line.startswith(b"data: [DONE]"):
+                            return _ended(200, last, done=True)
+                        event = json.loads(line.removeprefix(b"data: "))
+                        if "error" in event:
+                            return _ended(200, last, error=event["error"])
+                        last = event
+            except aiohttp.ClientError:
+                pass
+        return _ended(200, last)
+
+
+def _ended(
+    status: int,
+    answer: dict[str, Any],
+    *,
+    error: dict[str, Any] | None = None,
+    done: bool = False,
+) -> Ended:
+    if not answer:
+        return Ended(status, [], [], error=error, done=done)
+    tops = [
+        [(logprob, token) for logprob, token, _ in step]
+        for step in answer["meta_info"]["output_top_logprobs"]
+    ]
+    return Ended(status, answer["output_ids"], tops, error=error, done=done)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Ask again and again, with a deadline."""
+    turned = asyncio.Event()
+    try:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            while not await condition():
+                turned.clear()
+                asyncio.get_running_loop().call_later(0.03, turned.set)
+                await turned.wait()
+    except TimeoutError:
+        raise AssertionError(f"not {what} within {DEADLINE_SECONDS} s") from None
+
+
+async def _exchange(
+    method: str, url: str, body: bytes = b"", *, headers: dict[str, str] | None = None
+) -> tuple[int, bytes]:
+    async with (
+        aiohttp.ClientSession(timeout=TIMEOUT) as session,
+        session.request(method, url, data=body or None, headers=headers) as answer,
+    ):
+        return answer.status, await answer.read()
+
+
+def _free_ports() -> tuple[str, str]:
+    """Two ports on 127.0.0.1 that nobody listens on."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
+        return str(one.getsockname()[1]), str(two.getsockname()[1])
