@@ -22,10 +22,8 @@ from pdcluster_sidecar.router.exchange import Exchange
 from pdcluster_sidecar.router.replies import Failure
 from pdcluster_sidecar.router.request import ClientRequest
 from pdcluster_sidecar.router.sequence import Surroundings
-from pdcluster_sidecar.router.tokens import Codec, needs_codec, text_length
+from pdcluster_sidecar.router.tokens import SHORT_CHARACTERS_MAX, Codec, needs_codec, text_length
 
-INLINE_CHARACTERS_MAX: Final = 4096
-"""Shorter texts are tokenised at once: a change of threads would cost more."""
 TOKENISER_THREADS: Final = 2
 
 
@@ -108,4 +106,4 @@ class Front:
 
 
 def _is_long(parsed: ParsedRequest) -> bool:
-    return text_length(parsed) > INLINE_CHARACTERS_MAX
+    return text_length(parsed) > SHORT_CHARACTERS_MAX
