@@ -16,7 +16,7 @@ import msgspec
 from pdcluster_protocol.admission import AdmissionQueue
 from pdcluster_protocol.deadlines import Deadlines
 from pdcluster_protocol.effects import Count, Effect, Send
-from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.errors import IllegalTransition, Reason
 from pdcluster_protocol.ids import Key, RankAddress, attempt_milliseconds
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.limits import Limits, Timeouts
@@ -144,9 +144,18 @@ class Ledger:
         trigger: TriggerT,
         detail: str = "",
     ) -> None:
-        """Move a room along its table and write the step into its story."""
+        """Move a room along its table and write the step into its story.
+
+        Raises:
+            IllegalTransition: with the key and its story: a bug of ours.
+        """
         before = room.state
-        room.state = table.advance(before, trigger)
+        try:
+            room.state = table.advance(before, trigger)
+        except IllegalTransition as illegal:
+            story = "; ".join(map(str, self.stories.of(room.key))) or "none"
+            detail = f"{illegal.detail}; story: {story}"
+            raise IllegalTransition(detail, key=room.key) from illegal
         self.stories.add(
             room.key,
             Transition(self.now, table.name, before, trigger, room.state, detail),

@@ -38,6 +38,7 @@ class DecodeEnds:
         ledger = self._ledger
         if room.state in (ReceiverState.DRAINING, ReceiverState.STOPPING):
             return
+        room.cause = reason
         writable = room.state in WRITABLE
         ledger.queue.remove(room.key)
         ledger.stop_clocks(room.key)
@@ -45,7 +46,7 @@ class DecodeEnds:
         ledger.advance(RECEIVER, room, ReceiverTrigger.FAULT, f"{reason}: {detail}")
         if room.state is ReceiverState.FAILED:
             self._aborts.tell(room.key, room.ranks)
-            self.close(room, KVPoll.FAILED, reason)
+            self.close(room, KVPoll.FAILED)
         elif writable:
             ledger.pool.quarantine(room.key, ledger.now, needs_fence=not provable)
             ledger.slots.quarantine(room.key, ledger.now, needs_fence=not provable)
@@ -68,7 +69,7 @@ class DecodeEnds:
         ledger.advance(RECEIVER, room, ReceiverTrigger.PROVEN, detail)
         self.close(room, KVPoll.FAILED)
 
-    def close(self, room: DecodeRoom, status: KVPoll, reason: str = "") -> None:
+    def close(self, room: DecodeRoom, status: KVPoll) -> None:
         """Forget a room in a terminal state; remember how it ended."""
         ledger = self._ledger
         del self._rooms[room.key.room]
@@ -80,4 +81,4 @@ class DecodeEnds:
         else:
             ledger.pool.release(room.key)
             ledger.slots.release(room.key)
-        ledger.bury(room.key, status, reason=reason)
+        ledger.bury(room.key, status, reason=room.cause)

@@ -16,6 +16,7 @@ class DecodeRoom:
 
     __slots__ = (
         "card",
+        "cause",
         "epoch",
         "key",
         "landing",
@@ -31,6 +32,8 @@ class DecodeRoom:
         self.leg = leg
         self.key = leg.key
         self.state = RECEIVER.initial
+        self.cause = ""
+        """Why it failed first; its tombstone says so to those who ask late."""
         self.card: InstanceCard | None = None
         self.ranks: tuple[RankCard, ...] = ()
         """The prefill ranks that serve this request: all of them are given addresses."""

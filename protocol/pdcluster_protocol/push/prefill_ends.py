@@ -30,6 +30,7 @@ class PrefillEnds:
         ledger = self._ledger
         if room.state is SenderState.DRAINING:
             return
+        room.cause = reason
         ledger.queue.remove(room.key)
         ledger.stop_clocks(room.key)
         ledger.emit(ConcludeLeg(room.key, reason, detail))
@@ -38,7 +39,7 @@ class PrefillEnds:
             self._farewells.say(room.wire_key, tuple(room.deliveries), reason=reason, detail=detail)
         if room.state is SenderState.FAILED:
             self._acknowledge(room)
-            self.close(room, KVPoll.FAILED, reason)
+            self.close(room, KVPoll.FAILED)
             return
         ledger.set_clock(Clock.ABORT, room.key, ledger.setup.timeouts.abort_seconds)
         if room.computing:
@@ -78,7 +79,7 @@ class PrefillEnds:
                     AbortAck(room.wire_key, self._ledger.setup.rank, generation, drained),
                 )
 
-    def close(self, room: PrefillRoom, status: KVPoll, reason: str = "") -> None:
+    def close(self, room: PrefillRoom, status: KVPoll) -> None:
         """Forget a room in a terminal state; remember how it ended."""
         ledger = self._ledger
         drained = all(delivery.drained for delivery in room.deliveries.values())
@@ -86,4 +87,4 @@ class PrefillEnds:
         ledger.stop_clocks(room.key)
         ledger.pool.release(room.key)
         ledger.slots.release(room.key)
-        ledger.bury(room.wire_key or room.key, status, reason=reason, drained=drained)
+        ledger.bury(room.wire_key or room.key, status, reason=room.cause, drained=drained)

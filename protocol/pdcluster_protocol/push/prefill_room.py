@@ -16,6 +16,7 @@ class PrefillRoom:
     __slots__ = (
         "ack_targets",
         "arrived_at",
+        "cause",
         "computing",
         "deliveries",
         "key",
@@ -34,6 +35,8 @@ class PrefillRoom:
         self.wire_key: Key | None = leg.key if leg.attempt_known else None
         self.state = SENDER.initial
         self.arrived_at = now
+        self.cause = ""
+        """Why it failed first; its tombstone says so to those who ask late."""
         self.deliveries: dict[RankAddress, Delivery] = {}
         self.required = 1
         self.pages: tuple[int, ...] = ()

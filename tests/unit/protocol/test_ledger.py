@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdcluster_protocol.alone import ALONE, AloneState, AloneTrigger
 from pdcluster_protocol.effects import Count
+from pdcluster_protocol.errors import IllegalTransition
 from pdcluster_protocol.ids import Key
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.limits import Limits, Timeouts
@@ -47,6 +50,17 @@ def test_a_step_goes_into_the_story_with_its_time() -> None:
     (step,) = ledger.stories.of(key())
     assert "alone: Admitting --Admitted--> Running (3 pages)" == str(step)
     assert 7.0 == step.at
+
+
+def test_an_impossible_step_carries_the_key_and_its_story() -> None:
+    ledger = Ledger(node_setup())
+    room = Room(key())
+    ledger.advance(ALONE, room, AloneTrigger.ADMITTED)
+
+    with pytest.raises(IllegalTransition, match="no Admitted in Running; story: alone: Adm") as bug:
+        ledger.advance(ALONE, room, AloneTrigger.ADMITTED)
+    assert key() == bug.value.key
+    assert AloneState.RUNNING is room.state
 
 
 def test_a_clock_starts_now_and_moves_when_it_is_set_again() -> None:
