@@ -1,0 +1,1 @@
+"""Benchmarks: `bench/run.py` prints them all; each module measures one thing."""

@@ -1,0 +1,83 @@
+"""Benchmarks are not run here: they load, take their arguments, and add up right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from support.guards import ROOT
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench import run
+
+    return run
+
+
+def test_every_benchmark_loads_and_can_be_run(runner: ModuleType) -> None:
+    for name in runner.BENCHMARKS:
+        assert callable(runner.load(name).run)
+
+
+def test_names_are_checked_and_none_means_all(
+    runner: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ["latency"] == runner.arguments(["latency"]).names
+    assert [] == runner.arguments([]).names
+    with pytest.raises(SystemExit) as ended:
+        runner.arguments(["speed"])
+    assert 2 == ended.value.code
+    assert "no benchmark 'speed'; there are start, latency" in capsys.readouterr().err
+
+
+def test_the_script_itself_starts_from_anywhere(tmp_path: object) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench/run.py"), "--help"],
+        cwd=str(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "--strict" in done.stdout
+
+
+@pytest.mark.usefixtures("runner")
+def test_percentiles_lie_between_neighbours() -> None:
+    from bench.figures import percentile
+
+    assert 7.0 == percentile([7.0], 95)
+    assert 2.5 == percentile([4.0, 1.0, 3.0, 2.0], 50)
+    assert 4.0 == percentile([4.0, 1.0, 3.0, 2.0], 100)
+    assert 9.5 == percentile([float(number) for number in range(11)], 95)
+
+
+@pytest.mark.usefixtures("runner")
+def test_a_report_names_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    from bench.figures import Report
+
+    report = Report()
+    report.table(("what", "ms"), [("one", "1.0"), ("three", "33.0")])
+    report.limit("ready after", 12.5, limit=10, unit="s")
+    report.limit("memory", 60, limit=70, unit="MB")
+
+    assert 1 == report.summary()
+    printed = capsys.readouterr().out
+    assert "what     ms\none     1.0\nthree  33.0\n" in printed
+    assert "kept    memory: 60 of at most 70 MB" in printed
+    assert printed.endswith("2 limits, 1 missed\n  MISSED  ready after: 12.5 of at most 10 s\n")
+
+
+@pytest.mark.usefixtures("runner")
+def test_prompts_of_built_in_models_are_a_byte_a_token_and_repeatable() -> None:
+    from bench.answers import prompt_text
+
+    assert 1000 == len(prompt_text(1000, 1).encode())
+    assert prompt_text(64, 1) == prompt_text(64, 1)
+    assert prompt_text(64, 1) != prompt_text(64, 2)
