@@ -4,6 +4,7 @@
     --chunk N              prompt tokens per forward
     --pages N              pages of the pool; absent: the engine sizes it
     --sequences N          decoding sequences at most
+    --device cpu|cuda[:N]  where model and KV pages live
 
 Two more are for tests, and change neither bytes nor tokens:
 
@@ -21,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from pdcluster_protocol.config import require_device_name
 from pdcluster_protocol.errors import ConfigError
 
 COUNT_MAX = 1 << 31
@@ -35,6 +37,7 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True):
     chunk: int = 256
     pages: int = 0
     sequences: int = 16
+    device: str = "cpu"
     scatter_seed: int | None = None
     check_invariants: bool = False
 
@@ -57,12 +60,15 @@ def parse_native_arguments(args: Sequence[str], *, field: str) -> NativeArgument
                 values[name] = value
             case "chunk" | "pages" | "sequences" | "scatter_seed":
                 values[name] = _count(flag, value, field)
+            case "device":
+                require_device_name(value, field=f"{field}: {flag}")
+                values[name] = value
             case "check_invariants":
                 values[name] = True
             case _:
                 raise ConfigError(
                     f"{field}: {flag!r} is unknown to engine native; it knows --mode, --chunk,"
-                    " --pages, --sequences, --scatter-seed, --check-invariants"
+                    " --pages, --sequences, --device, --scatter-seed, --check-invariants"
                 )
     return msgspec.convert(values, NativeArguments)
 

@@ -127,6 +127,8 @@ def _fingerprint(cluster: PDCluster, arguments: dict[Role, NativeArguments]) -> 
             "parallel": _role(cluster, role).parallel.model_dump(),
             "mode": arguments[role].mode,
             "chunk": arguments[role].chunk,
+            # The kind shapes arithmetic; which one of several devices does not.
+            "device": arguments[role].device.partition(":")[0],
         }
         for role in Role
     }
@@ -199,6 +201,7 @@ def _engine(
         chunk=arguments.chunk,
         pages=arguments.pages,
         sequences=arguments.sequences,
+        device=arguments.device,
         parallel=sidecar.parallel,
         dp_rank=dp_rank,
         transport="mooncake",

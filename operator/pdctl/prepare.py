@@ -27,7 +27,6 @@ KEY_ID = "local-1"
 KEY_BYTES = 32
 CONFIGS_FOLDER = "configs"
 KEYS_FOLDER = "keys"
-GPU_DEVICE = Path("/dev/nvidiactl")
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -96,16 +95,14 @@ def _write(plan: Plan, folder: Path, lock_files: tuple[str, ...]) -> RunSpec:
 
 
 def _processes(plan: Plan, folder: Path) -> Iterator[ProcessSpec]:
-    # A fork of a process that has used a GPU is not allowed, and a warm parent might.
-    forked = not GPU_DEVICE.exists()
-    if forked:
+    if any(_forked(engine) for pod in plan.pods for engine in pod.engines):
         yield ProcessSpec(name="nursery", kind="nursery", argv=_module("pdcluster_engine.nursery"))
     for router in plan.routers:
         yield _router(router, folder)
     for pod in plan.pods:
         yield _sidecar(pod, folder)
         for engine in pod.engines:
-            yield _engine(engine, folder, forked=forked)
+            yield _engine(engine, folder)
 
 
 def _router(config: RouterConfig, folder: Path) -> ProcessSpec:
@@ -141,7 +138,16 @@ def _sidecar(pod: PodPlan, folder: Path) -> ProcessSpec:
     )
 
 
-def _engine(config: EngineConfig, folder: Path, *, forked: bool) -> ProcessSpec:
+def _forked(config: EngineConfig) -> bool:
+    """Whether the nursery may fork this engine.
+
+    A forked child cannot use CUDA that its parent has touched, and importing libraries on a machine
+    with a GPU may touch it; so an engine on a GPU is a fresh process. One on the CPU never asks.
+    """
+    return config.device == "cpu"
+
+
+def _engine(config: EngineConfig, folder: Path) -> ProcessSpec:
     name = f"engine-{config.dp_rank}"
     path = _config(folder, f"{config.instance}-{name}", config)
     parallel = config.parallel
@@ -152,7 +158,7 @@ def _engine(config: EngineConfig, folder: Path, *, forked: bool) -> ProcessSpec:
         name=f"{config.instance}/{name}",
         kind="engine",
         argv=(*_module("pdcluster_engine"), "--config", path),
-        forked=forked,
+        forked=_forked(config),
         config=path,
         instance=config.instance,
         role=config.role,

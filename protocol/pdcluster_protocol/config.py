@@ -6,6 +6,7 @@ file: `keys_folder` is a path to a folder with one file per key id.
 
 from __future__ import annotations
 
+import re
 from typing import Literal, TypeVar
 
 import msgspec
@@ -22,6 +23,8 @@ ROUTER_HTTP_PORT = 8000
 
 Interop = Literal["Refuse", "Allow"]
 Checksum = Literal["Off", "Sampled", "Full"]
+
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?", re.ASCII)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,6 +73,11 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     threads: int = 1
     run_folder: str = ""
     """Locally, where the run's files live."""
+    device: str = "cpu"
+    """Where model and KV pages live: `cpu`, `cuda` or `cuda:N`."""
+
+    def __post_init__(self) -> None:
+        require_device_name(self.device, field="device")
 
 
 class SidecarConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -124,6 +132,16 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     policy: Literal["RoundRobin", "LeastLoaded"] = "LeastLoaded"
     body_bytes_max: int = 16 << 20
     timeouts: Timeouts = Timeouts()
+
+
+def require_device_name(device: str, *, field: str) -> None:
+    """Refuse what names no kind of device; whether the machine has it is asked at start.
+
+    Raises:
+        ConfigError: naming the field, the value and what it may be.
+    """
+    if not _DEVICE.fullmatch(device):
+        raise ConfigError(f"{field} is {device!r}; it is cpu, cuda or cuda:N")
 
 
 ConfigT = TypeVar("ConfigT", EngineConfig, SidecarConfig, RouterConfig)

@@ -55,6 +55,7 @@ def test_the_same_spec_gives_the_same_plan() -> None:
         {"model": {"source": "builtin://tiny-llama", "maxContext": 8192}},
         {"prefill": {"args": ["--chunk=64"]}},
         {"decode": {"args": ["--mode", "exact"]}},
+        {"decode": {"args": ["--device", "cuda"]}},
         {"decode": {"parallel": {"tp": 2, "dp": 2}}},
     ],
     ids=str,
@@ -105,6 +106,14 @@ def test_native_flags_and_timeouts_reach_the_engine() -> None:
     engine = plan.pods[1].engines[0]
     assert ("exact", 100, 7, 3) == (engine.mode, engine.chunk, engine.pages, engine.sequences)
     assert Timeouts(queue_seconds=9.0) == engine.timeouts == plan.routers[0].timeouts
+
+
+def test_the_device_reaches_the_engines_of_its_role_and_its_kind_the_fingerprint() -> None:
+    first = planned(decode={"args": ["--device=cuda:0"]})
+    second = planned(decode={"args": ["--device=cuda:1"]})
+
+    assert ["cpu", "cuda:1"] == [e.device for pod in second.pods for e in pod.engines]
+    assert first.fingerprint == second.fingerprint
 
 
 def test_the_flags_for_tests_reach_the_engines_of_their_role_only() -> None:
@@ -164,6 +173,8 @@ def test_what_is_not_built_is_refused_by_name(expected: str, sections: dict[str,
         ("--mode is 'fast'; it is exact or batched", ["--mode=fast"]),
         ("--check-invariants has a value", ["--check-invariants=no"]),
         ("--scatter-seed is '0'", ["--scatter-seed=0"]),
+        ("--device is 'gpu'; it is cpu, cuda or cuda:N", ["--device=gpu"]),
+        ("--device is 'cuda:-1'", ["--device", "cuda:-1"]),
     ],
 )
 def test_wrong_native_flags_are_refused_by_name(expected: str, args: list[str]) -> None:

@@ -76,3 +76,16 @@ def test_a_wrong_parallelism_inside_a_file_names_the_file_too() -> None:
 
     with pytest.raises(ConfigError, match=r"sidecar\.json: parallel\.tp is 3"):
         decode_config(raw, SidecarConfig, source="sidecar.json")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:15"])
+def test_a_device_is_named_as_torch_names_it(device: str) -> None:
+    assert device == msgspec.structs.replace(ENGINE, device=device).device
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:x", "cuda:1000", "CUDA", "cuda:0\n"])
+def test_a_device_that_nobody_has_is_refused_by_name(device: str) -> None:
+    raw = msgspec.json.encode(msgspec.to_builtins(ENGINE) | {"device": device})
+    with pytest.raises(ConfigError) as caught:
+        decode_config(raw, EngineConfig, source="engine.json")
+    assert f"engine.json: device is {device!r}; it is cpu, cuda or cuda:N" in caught.value.detail
