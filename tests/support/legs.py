@@ -35,7 +35,7 @@ class LegClient:
             "bootstrap_port": self._bootstrap.port,
             "bootstrap_room": self._random.randrange(1, 1 << 62),
             "pd_attempt": mint_attempt(time.time_ns() // 1_000_000, self._random.getrandbits(22)),
-            "pd_budget_seconds": 60.0,
+            "pd_budget_seconds": 20.0,
         }
 
     @staticmethod
@@ -59,6 +59,13 @@ class LegClient:
             self.generate(prefill, leg), self.generate(decode, leg)
         )
         return first, second
+
+    async def ready(self, engine: str) -> bool:
+        async with (
+            aiohttp.ClientSession(timeout=TIMEOUT) as session,
+            session.get(f"{engine}/ready") as answer,
+        ):
+            return answer.status == 200
 
     async def metrics(self, engine: str) -> dict[str, float]:
         async with (
