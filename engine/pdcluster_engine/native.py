@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import structlog
 
 from pdcluster_engine.inbox import Inbox
 from pdcluster_engine.legs import LegTable
 from pdcluster_engine.loop import OwnerLoop
 from pdcluster_engine.submission import EngineState, OutputSink, Submission
-from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.errors import Reason, RequestFailed
 from pdcluster_protocol.events import Drained, LegArrived, LegCancelled
-from pdcluster_protocol.ids import Key
+from pdcluster_protocol.ids import Key, attempt_milliseconds
 from pdcluster_protocol.layout import token_digest
+from pdcluster_protocol.limits import Limits
 
 log = structlog.get_logger()
 
@@ -19,9 +23,17 @@ log = structlog.get_logger()
 class NativeEngine:
     """Puts what HTTP wants into the owner's inbox; the answers come through the legs' sinks."""
 
-    __slots__ = ("_inbox", "_legs", "_loop")
+    __slots__ = ("_inbox", "_legs", "_loop", "_wall_clock")
 
-    def __init__(self, *, inbox: Inbox, legs: LegTable, loop: OwnerLoop) -> None:
+    def __init__(
+        self,
+        *,
+        inbox: Inbox,
+        legs: LegTable,
+        loop: OwnerLoop,
+        wall_clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._wall_clock = wall_clock
         self._inbox = inbox
         self._legs = legs
         self._loop = loop
@@ -32,6 +44,8 @@ class NativeEngine:
         Raises:
             Overloaded, RequestFailed: refused at once; nothing will reach the sink.
         """
+        if submission.attempt_known:
+            self._check_clock(submission.key)
         self._legs.add(submission, sink)
         log.info(
             "admitted",
@@ -54,6 +68,18 @@ class NativeEngine:
                 attempt_known=submission.attempt_known,
             )
         )
+
+    def _check_clock(self, key: Key) -> None:
+        """A router whose clock is ahead would make every other router's attempts stale."""
+        ahead = attempt_milliseconds(key.attempt) / 1000 - self._wall_clock() / 1e9
+        skew = Limits().clock_skew_seconds
+        if ahead > skew:
+            raise RequestFailed(
+                f"pd_attempt {key.attempt} is {ahead:.0f} s ahead of this engine's clock, more than"
+                f" {skew:.0f} s; set the router's clock",
+                reason=Reason.STALE_ATTEMPT,
+                key=key,
+            )
 
     def cancel(self, key: Key, reason: Reason, detail: str = "") -> None:
         """End a sequence; unknown keys cancel nothing."""

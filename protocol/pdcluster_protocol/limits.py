@@ -32,7 +32,8 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
+            # Written so that NaN is refused as well.
+            if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"timeouts.{name} is {getattr(self, name)}; it must be positive")
 
 

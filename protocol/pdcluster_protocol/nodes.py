@@ -270,7 +270,8 @@ class Node:
         if len(self.views()) >= ledger.setup.limits.rooms_max:
             return Reason.OVERLOADED, f"{ledger.setup.limits.rooms_max} rooms are open"
         if leg.bootstrap is None:
-            return None
+            live = leg.key in self.alone.rooms
+            return (Reason.ROOM_IN_USE, f"{leg.key} is computed here already") if live else None
         if leg.attempt_known and ledger.is_stale(leg.key):
             return Reason.STALE_ATTEMPT, "the attempt is older than any that can be alive"
         if ledger.tombstone(leg.key) is not None:
