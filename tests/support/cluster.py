@@ -53,11 +53,16 @@ class Ended(msgspec.Struct, frozen=True):
     error: dict[str, Any] | None = None
     done: bool = False
     """It ended well: a whole answer, or a stream with its end."""
+    ends: int = 1
+    """How many ends it had: 0 where a stream broke off."""
 
     @property
     def clear(self) -> bool:
-        """Ended well, or with an error that names its reason and its leg."""
-        return self.done if self.error is None else bool(self.error["code"] and self.error["leg"])
+        """Exactly one end: well, or with an error that names its reason and its leg."""
+        if self.error is None:
+            return self.done and self.ends == 1
+        named = self.error["message"] and self.error["code"] and self.error["leg"]
+        return bool(named) and not self.done and self.ends == 1
 
 
 class PairCluster:
@@ -92,7 +97,7 @@ class PairCluster:
         faults = self.faults()
         left = self._down()
         if error is None:
-            assert [] == faults
+            assert not faults, "\n".join(faults)
             assert [] == left, "files are left of the run"
 
     def _up(self) -> None:
@@ -153,8 +158,8 @@ class PairCluster:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in files)
 
     def faults(self) -> list[str]:
-        """Log lines that only a fault of ours writes."""
-        words = ('"level": "critical"', '"level": "error"', "Traceback")
+        """Log lines that only a fault of ours writes; a neighbour's death is none."""
+        words = ('"level": "critical"', "Traceback", '"http_failed"')
         return [line for line in self.logs().splitlines() if any(word in line for word in words)]
 
     # --- asking it ------------------------------------------------------------------------------
@@ -238,54 +243,49 @@ class PairCluster:
         try:
             status, answer = await self.post("/generate", self.body(ids, tokens))
         except aiohttp.ClientError:
-            return Ended(0, [], [])
+            return Ended(0, [], [], ends=0)
         if status != 200:
             return Ended(status, [], [], error=answer["error"])
         return _ended(status, answer, done=True)
 
-    async def stream(self, ids: list[int], tokens: int, *, leave_after: int | None = None) -> Ended:
-        """One streamed answer; the client leaves after so many events, 0 is before the first."""
-        last: dict[str, Any] = {}
-        seen = 0
+    async def stream(self, ids: list[int], tokens: int, *, leave_after: int = 0) -> Ended:
+        """One streamed answer; with `leave_after` the client leaves after so many events."""
+        seen = Ended(0, [], [], ends=0)
+        count = 0
+        body = self.body(ids, tokens, stream=True)
         async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
             try:
-                async with session.post(
-                    f"{self.run.endpoint}/generate", json=self.body(ids, tokens, stream=True)
-                ) as answer:
+                async with session.post(f"{self.run.endpoint}/generate", json=body) as answer:
                     if answer.status != 200:
                         return Ended(answer.status, [], [], error=(await answer.json())["error"])
                     async for line in answer.content:
-                        if seen == leave_after:
+                        if line.startswith(b"data: "):
+                            seen = _seen(seen, line.removeprefix(b"data: ").strip())
+                            count += 1
+                        if count == leave_after > 0:
                             answer.close()
                             break
-                        if not line.startswith(b"data: "):
-                            continue
-                        seen += 1
-                        if line.startswith(b"data: [DONE]"):
-                            return _ended(200, last, done=True)
-                        event = json.loads(line.removeprefix(b"data: "))
-                        if "error" in event:
-                            return _ended(200, last, error=event["error"])
-                        last = event
             except aiohttp.ClientError:
-                pass
-        return _ended(200, last)
+                return msgspec.structs.replace(seen, ends=0)
+        return seen
 
 
-def _ended(
-    status: int,
-    answer: dict[str, Any],
-    *,
-    error: dict[str, Any] | None = None,
-    done: bool = False,
-) -> Ended:
-    if not answer:
-        return Ended(status, [], [], error=error, done=done)
+def _seen(before: Ended, payload: bytes) -> Ended:
+    """What a client knows after one more event."""
+    if payload == b"[DONE]":
+        return msgspec.structs.replace(before, done=True, ends=before.ends + 1)
+    event = json.loads(payload)
+    if "error" in event:
+        return msgspec.structs.replace(before, error=event["error"], ends=before.ends + 1)
+    return msgspec.structs.replace(_ended(200, event), ends=before.ends)
+
+
+def _ended(status: int, answer: dict[str, Any], *, done: bool = False) -> Ended:
     tops = [
         [(logprob, token) for logprob, token, _ in step]
         for step in answer["meta_info"]["output_top_logprobs"]
     ]
-    return Ended(status, answer["output_ids"], tops, error=error, done=done)
+    return Ended(status, answer["output_ids"], tops, done=done)
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:

@@ -102,6 +102,12 @@ async def errors_have_one_shape(request: web.Request, handler: Handler) -> web.S
         return await handler(request)
     except PDClusterError as error:
         return error_answer(error)
+    except ConnectionError:
+        # The client left or takes nothing, which is no fault of ours. What it has read of a stream
+        # must not be followed by another answer, so the connection ends first.
+        if request.transport is not None:
+            request.transport.abort()
+        return web.Response(status=499)
     except web.HTTPRequestEntityTooLarge:
         bound = Limits().body_bytes_max
         return refuse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import socket
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from pdcluster_engine.http.server_log import ServerLog
 from pdcluster_engine.submission import Output, Submission
 from pdcluster_protocol.authentication import HEADER, HttpSigner, KeyRing
 from pdcluster_protocol.errors import Reason
@@ -301,7 +303,9 @@ async def test_a_decode_leg_must_name_its_prefill() -> None:
     assert (400, "bootstrap_host") == (status, answer["error"]["param"])
 
 
-async def test_a_client_that_takes_nothing_is_gone_after_the_stall_time() -> None:
+async def test_a_client_that_takes_nothing_is_gone_after_the_stall_time_and_not_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     timeouts = msgspec.structs.replace(CONFIG.timeouts, stall_seconds=0.2)
     config = msgspec.structs.replace(CONFIG, timeouts=timeouts)
 
@@ -311,6 +315,8 @@ async def test_a_client_that_takes_nothing_is_gone_after_the_stall_time() -> Non
         return [*[long] * 32, threading.Event()]
 
     engine = ScriptedEngine(script)
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(ServerLog, "emit", lambda _, record: logged.append(record))
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     async with serving(engine, config=config) as address:
         host, port = address.removeprefix("http://").split(":")
@@ -321,3 +327,4 @@ async def test_a_client_that_takes_nothing_is_gone_after_the_stall_time() -> Non
             client.sendall(head.encode() + body)
             reasons = await asyncio.to_thread(engine.wait_for_cancels, 1)
     assert [Reason.CLIENT_GONE] == reasons
+    assert [] == logged
