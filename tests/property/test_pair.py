@@ -27,6 +27,7 @@ from pdcluster_protocol.pair import (
     PairClocks,
     PairState,
     PeerDead,
+    PeerHeard,
     PeerSilent,
     Retry,
     Tick,
@@ -104,9 +105,12 @@ class PairMachine(RuleBasedStateMachine):
         self.play(FirstByte(self.key(stale=stale)))
         self.byte_seen = self.byte_seen or self.pair.state is PairState.STREAMING
 
-    @rule(incarnation=st.sampled_from(["p", "d", "x"]), dead=st.booleans())
-    def peer(self, incarnation: str, *, dead: bool) -> None:
-        self.play(PeerDead(incarnation) if dead else PeerSilent(incarnation))
+    @rule(
+        incarnation=st.sampled_from(["p", "d", "x"]),
+        kind=st.sampled_from([PeerDead, PeerSilent, PeerHeard]),
+    )
+    def peer(self, incarnation: str, kind: type[PeerDead | PeerSilent | PeerHeard]) -> None:
+        self.play(kind(incarnation))
 
     @rule()
     def give_up_queue(self) -> None:

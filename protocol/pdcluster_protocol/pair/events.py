@@ -102,6 +102,12 @@ class PeerSilent(msgspec.Struct, frozen=True):
     incarnation: str
 
 
+class PeerHeard(msgspec.Struct, frozen=True):
+    """The instance speaks again: its rooms have their usual clocks back."""
+
+    incarnation: str
+
+
 class Tick(msgspec.Struct, frozen=True):
     """The deadline came due."""
 
@@ -115,6 +121,7 @@ Event = (
     | ClientGone
     | PeerDead
     | PeerSilent
+    | PeerHeard
     | Tick
 )
 

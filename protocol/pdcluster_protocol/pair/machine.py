@@ -22,6 +22,7 @@ from pdcluster_protocol.pair.events import (
     PairChosen,
     PairClocks,
     PeerDead,
+    PeerHeard,
     PeerSilent,
     Retry,
     Tick,
@@ -87,7 +88,7 @@ class Pair:
         self._aborted: set[Role] = set()
         self._incarnations: dict[Role, str] = {}
         self._held: Cause | None = None
-        self._suspected = False
+        self._suspected: set[str] = set()
 
     @property
     def relays(self) -> bool:
@@ -137,7 +138,7 @@ class Pair:
                 return self._leg_event(event, now)
             case ClientGone():
                 return self._client_gone(event, now)
-            case PeerDead() | PeerSilent():
+            case PeerDead() | PeerSilent() | PeerHeard():
                 return self._peer_event(event, now)
             case Tick():
                 return self._tick(now)
@@ -247,12 +248,14 @@ class Pair:
         cause = _cause(event.reason, event.detail)
         return [*self._abort(event.reason), Answer(cause)]
 
-    def _peer_event(self, event: PeerDead | PeerSilent, now: float) -> list[Effect]:
+    def _peer_event(self, event: PeerDead | PeerSilent | PeerHeard, now: float) -> list[Effect]:
         key = self.key
         if key is None or event.incarnation not in self._incarnations.values():
             return []
-        if isinstance(event, PeerSilent):
-            self._suspected = True
+        if not isinstance(event, PeerDead):
+            self._suspected.discard(event.incarnation)
+            if isinstance(event, PeerSilent):
+                self._suspected.add(event.incarnation)
             return []
         effects: list[Effect] = []
         for role, incarnation in tuple(self._incarnations.items()):
@@ -341,7 +344,7 @@ class Pair:
         self._aborted = set()
         self._incarnations = {}
         self._held = None
-        self._suspected = False
+        self._suspected = set()
 
     def _step(self, trigger: Trigger, now: float, detail: str = "") -> None:
         before, self.state = self.state, TABLE.advance(self.state, trigger)

@@ -16,7 +16,7 @@ from pdcluster_protocol.config import RouterConfig
 from pdcluster_protocol.errors import ConfigError, Reason
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.messages import InstanceCard
-from pdcluster_protocol.pair import PeerDead, PeerSilent
+from pdcluster_protocol.pair import PeerDead, PeerHeard, PeerSilent
 from pdcluster_sidecar.router.admin import Admin
 from pdcluster_sidecar.router.admission import Admission
 from pdcluster_sidecar.router.calls import SidecarCalls
@@ -131,7 +131,7 @@ class Router:
         except OSError as error:
             raise _cannot_listen("port", config.host, config.port, error) from error
         self._runner = web.AppRunner(
-            self._admin.application(), access_log=None, handle_signals=False
+            self._admin.application(), access_log=None, handle_signals=False, shutdown_timeout=0.2
         )
         await self._runner.setup()
         try:
@@ -170,6 +170,7 @@ class Router:
         self._members.on_change = self._member_reported
         self._members.on_dead = self._instance_died
         self._members.on_silent = self._instance_silent
+        self._members.on_heard = self._instance_heard
         watch = self._metrics.watch
         watch("pdcluster_queue_depth", "Sequences that wait", self._count_queued)
         watch("pdcluster_in_flight", "Sequences that run", self._count_in_flight)
@@ -187,6 +188,10 @@ class Router:
     def _instance_silent(self, incarnation: str) -> None:
         for sequence in self._running.sequences():
             sequence.peer_event(PeerSilent(incarnation))
+
+    def _instance_heard(self, incarnation: str) -> None:
+        for sequence in self._running.sequences():
+            sequence.peer_event(PeerHeard(incarnation))
 
     def _count_queued(self) -> float:
         return float(self._admission.queued_count)

@@ -80,6 +80,10 @@ class Canary:
         placement = Placement(
             self._named(wanted.prefill, Role.PREFILL), self._named(wanted.decode, Role.DECODE)
         )
+        if placement.prefill.member.fingerprint != placement.decode.member.fingerprint:
+            raise NotReady(
+                f"{wanted.prefill} and {wanted.decode} have different fingerprints: no pair"
+            )
         rid = f"pd-canary-{secrets.token_hex(12)}"
         body = b'{"prompt":%b,"max_tokens":%d,"temperature":0}' % (PROMPT, OUTPUT_TOKENS)
         limits = RequestLimits(self._config.served_name, self._config.max_context)

@@ -46,15 +46,17 @@ class LegListener(Protocol):
 class Leg:
     """The handle of one request to an engine: it can be held back, drained and cancelled."""
 
-    __slots__ = ("_connection", "_timer", "listener")
+    __slots__ = ("_connection", "_held", "_timer", "listener")
 
     def __init__(self, listener: LegListener) -> None:
         self.listener: LegListener | None = listener
         self._connection: LegConnection | None = None
+        self._held = False
         self._timer: asyncio.TimerHandle | None = None
 
     def attach(self, connection: LegConnection) -> None:
         self._connection = connection
+        connection.hold(held=self._held)
 
     def cancel(self) -> None:
         """Close the leg's connection; the listener hears nothing more."""
@@ -72,7 +74,8 @@ class Leg:
             self._timer = asyncio.get_running_loop().call_later(seconds, self.cancel)
 
     def hold(self, *, held: bool) -> None:
-        """Stop or resume reading from the engine."""
+        """Stop or resume reading from the engine, also when the connection stands only later."""
+        self._held = held
         if self._connection is not None:
             self._connection.hold(held=held)
 

@@ -2,7 +2,8 @@
 
 A member is used after its signed hello, while its load reports come and say that it is ready. A
 report of another incarnation, or of none, means that the engine which we knew is dead: everybody
-who uses it is told at once. Silence is less: after `unknown_after_seconds` nothing new goes there,
+who uses it is told at once. Silence, or saying that
+it is not ready, is less: after `unknown_after_seconds` nothing new goes there,
 after `dead_after_seconds` its sequences must show progress of their own.
 
 A leg that was refused or lost marks its member as blamed: it gets nothing new until the next
@@ -87,6 +88,7 @@ class Watched:
         self.candidate: Candidate | None = None
         self.slots: tuple[Slot, ...] = ()
         self.heard_at: float | None = None
+        """When it last said that it is ready."""
         self.blamed_at: float | None = None
         self.hurry = asyncio.Event()
         """Look again at once."""
@@ -114,7 +116,7 @@ class Watched:
 
 
 class Members:
-    """All members; tells `on_change`, `on_dead` and `on_silent` what happens to them."""
+    """All members; the `on_…` callbacks are told what happens to them."""
 
     def __init__(
         self, config: RouterConfig, calls: Calls, *, ours: InstanceCard, now: Callable[[], float]
@@ -131,6 +133,7 @@ class Members:
         self.on_change: Callable[[], None] = lambda: None
         self.on_dead: Callable[[str, str], None] = lambda _incarnation, _detail: None
         self.on_silent: Callable[[str], None] = lambda _incarnation: None
+        self.on_heard: Callable[[str], None] = lambda _incarnation: None
 
     def start(self) -> None:
         """Begin to watch."""
@@ -163,6 +166,11 @@ class Members:
         """A leg there was refused or lost: nothing new until it has reported again."""
         if (watched := self._watched.get(instance)) is not None:
             watched.blamed_at = self._now()
+            watched.hurry.set()
+
+    def hurry(self) -> None:
+        """Look at every member again at once."""
+        for watched in self._watched.values():
             watched.hurry.set()
 
     def sidecar(self, instance: str) -> RankAddress:
@@ -280,13 +288,16 @@ class Members:
             self.on_dead(card.incarnation, f"{card.instance} lost its engine")
             raise PDClusterError("its incarnation changed")
         watched.report = report
+        if not report.ready:
+            # Its sidecar speaks, but an engine's loop stands still, or a rank is missing.
+            raise PDClusterError("it is not ready")
         watched.heard_at = self._now()
+        if watched.silence_told and card is not None:
+            self.on_heard(card.incarnation)
         watched.silence_told = False
         for slot in watched.slots:
             if slot.dp_rank < len(report.loads):
                 slot.load = report.loads[slot.dp_rank]
-        if not report.ready:
-            raise PDClusterError("it is not ready")
         self.on_change()
 
     def _note_silence(self, watched: Watched) -> None:

@@ -24,6 +24,7 @@ from pdcluster_sidecar.router.tokens import Codec
 
 PAGE_TOKENS: Final = 64
 """For the estimate of a sequence's pages; the engines count their own."""
+SEED_COUNT: Final = 1 << 64
 
 log = structlog.get_logger()
 
@@ -127,7 +128,9 @@ class ClientRequest:
             for sample in range(parsed.n):
                 index = prompt * parsed.n + sample
                 rid = self.rid if len(sinks) == 1 else f"{self.rid}-{index}"
-                fields = SequenceFields(rid=rid, input_ids=input_ids, seed=seed + sample)
+                fields = SequenceFields(
+                    rid=rid, input_ids=input_ids, seed=sample_seed(seed, sample)
+                )
                 work = make_work(
                     self._config, parsed, size, bodies=bodies, fields=fields, digest=digest
                 )
@@ -194,6 +197,11 @@ class ClientRequest:
             sequence.press(pressed=pressed)
 
 
+def sample_seed(seed: int, sample: int) -> int:
+    """Sample i uses seed + i; behind the greatest seed comes 0."""
+    return (seed + sample) % SEED_COUNT if seed >= 0 else seed + sample
+
+
 class WorkSize(NamedTuple):
     """Tokens of one sequence."""
 
@@ -242,6 +250,7 @@ def _check_vocabulary(parsed: ParsedRequest, vocab_size: int) -> None:
     for prompt in parsed.prompts:
         if not isinstance(prompt, str) and max(prompt) >= vocab_size:
             raise InvalidRequest(
-                f"prompt holds the token id {max(prompt)}; ids must be in [0, {vocab_size - 1}]",
-                field="prompt",
+                f"the prompt holds the token id {max(prompt)}; ids must be in"
+                f" [0, {vocab_size - 1}]",
+                field="input_ids" if "input_ids" in parsed.raw else "prompt",
             )

@@ -35,6 +35,7 @@ from pdcluster_protocol.pair import (
     PairClocks,
     PairState,
     PeerDead,
+    PeerHeard,
     PeerSilent,
     Retry,
     Tick,
@@ -166,7 +167,7 @@ class Sequence:
             # What held the stream up was the client: the engine's clock starts anew.
             self.pair.progressed(self._loop.time())
 
-    def peer_event(self, event: PeerDead | PeerSilent) -> None:
+    def peer_event(self, event: PeerDead | PeerSilent | PeerHeard) -> None:
         """Something happened to an instance."""
         self._handle(event)
 

@@ -27,6 +27,7 @@ from pdcluster_protocol.pair import (
     PairClocks,
     PairState,
     PeerDead,
+    PeerHeard,
     PeerSilent,
     Retry,
     Tick,
@@ -299,6 +300,10 @@ def test_a_silent_peer_leaves_a_stall_without_progress() -> None:
     assert 601.0 == play.pair.deadline()
 
     play(PeerSilent("d1"))
+    play(PeerHeard("d1"))
+    assert 601.0 == play.pair.deadline()
+    play(PeerSilent("d1"))
+    play(PeerHeard("p1"))
     assert 31.0 == play.pair.deadline()
     play.pair.progressed(20.0)
     assert 50.0 == play.pair.deadline()
