@@ -7,6 +7,9 @@ no owner, and what lies beside it is left over and may be removed. That is the w
 
 A lock file is removed before its lock is released. So whoever opened the old file in between holds
 the lock of a name that is gone; `claim` sees that by comparing inodes and tries again.
+
+Addresses and ports are the machine's, while a base folder is one user's. So a slot or range also
+needs a name that the whole machine knows, an abstract unix socket, which ends with its holder too.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -39,15 +43,24 @@ class Claim(msgspec.Struct, frozen=True):
     number: int
     path: Path
     descriptor: int
+    name_descriptor: int | None = None
+    """Holds the number's name on this machine; None for a lock that only sweeps."""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All that a process must inherit to hold this claim."""
+        named = () if self.name_descriptor is None else (self.name_descriptor,)
+        return (self.descriptor, *named)
 
     def release(self) -> None:
         """Remove the file, then let go."""
         self.path.unlink(missing_ok=True)
-        os.close(self.descriptor)
+        self.let_go_here()
 
     def let_go_here(self) -> None:
-        """Close our descriptor; a child that inherited it keeps the lock."""
-        os.close(self.descriptor)
+        """Close our descriptors; a child that inherited them keeps the claim."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
 
 
 def base_folder() -> Path:
@@ -189,5 +202,21 @@ def _lock_files(base: Path) -> Iterable[Path]:
 def _claims(base: Path, kind: str, numbers: Iterable[int]) -> Iterator[Claim]:
     for number in numbers:
         found = claim(base / f"{kind}-{number}.lock", number)
-        if found is not None:
-            yield found
+        if found is None:
+            continue
+        named = _take_name(f"{kind}-{number}")
+        if named is None:
+            found.release()
+            continue
+        yield msgspec.structs.replace(found, name_descriptor=named)
+
+
+def _take_name(name: str) -> int | None:
+    """A descriptor that holds a name on this machine; None when another run holds it."""
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.bind(f"\0pdcluster/{name}")
+    except OSError:
+        holder.close()
+        return None
+    return holder.detach()

@@ -37,7 +37,7 @@ class Supervision:
                 stderr=log,
                 # Ctrl-C in the terminal is for us alone; we tell the supervisor by the pipe.
                 start_new_session=True,
-                pass_fds=[claim.descriptor for claim in prepared.claims],
+                pass_fds=[fd for claim in prepared.claims for fd in claim.descriptors],
             )
         for claim in prepared.claims:
             claim.let_go_here()

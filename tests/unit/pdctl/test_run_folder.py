@@ -95,6 +95,21 @@ def test_a_slot_whose_address_is_in_use_is_passed_over(tmp_path: Path) -> None:
     other.release()
 
 
+def test_a_slot_or_range_of_a_run_in_another_base_folder_is_passed_over(tmp_path: Path) -> None:
+    """Long before anything listens there."""
+    bases = tmp_path / "one", tmp_path / "other"
+    for base in bases:
+        base.mkdir()
+    slots = [claim_slot(base) for base in bases]
+    ranges = [claim_transport_ranges(b, 1, first_port=lambda n: 16000 + n)[0] for b in bases]
+
+    assert slots[0].number != slots[1].number
+    assert ranges[0].number != ranges[1].number
+    for held in (*slots, *ranges):
+        held.release()
+    assert [] == [path for base in bases for path in base.iterdir()]
+
+
 def test_transport_ranges_are_distinct(tmp_path: Path) -> None:
     ranges = claim_transport_ranges(tmp_path, 3, first_port=lambda number: 16000 + number)
 
