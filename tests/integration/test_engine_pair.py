@@ -19,6 +19,7 @@ from pdcluster_engine.telemetry import Telemetry
 from pdcluster_protocol.config import EngineConfig
 from pdcluster_protocol.errors import Reason, RequestFailed
 from pdcluster_protocol.ids import Key, RankAddress, Role, mint_attempt
+from support.ports import transfer_ports
 from support.relay import Port, Relay
 from support.sinks import Collected
 
@@ -107,8 +108,7 @@ def _config(folder: str, role: Role, **settings: Any) -> EngineConfig:
         served_name="tiny",
         max_context=1024,
         chunk=48,
-        transport_port_min=16100 if role is Role.PREFILL else 16140,
-        transport_port_max=16131 if role is Role.PREFILL else 16171,
+        **transfer_ports(),
         scatter_seed=11 if role is Role.PREFILL else 12,
         **settings,
     )

@@ -28,10 +28,10 @@ from support.nursery import (
     resident_bytes,
     wait_gone,
 )
+from support.ports import transfer_ports
 from support.relay import Port, Relay
 
 HOSTS = {Role.PREFILL: "127.64.3.1", Role.DECODE: "127.64.3.2"}
-PORTS = {Role.PREFILL: 16200, Role.DECODE: 16240}
 BOOTSTRAP = RankAddress(HOSTS[Role.PREFILL], 8998)
 
 
@@ -56,8 +56,7 @@ def configuration(
         "model_source": "builtin://tiny-glm",
         "served_name": "tiny-glm",
         "max_context": 2048,
-        "transport_port_min": PORTS[role],
-        "transport_port_max": PORTS[role] + 31,
+        **transfer_ports(),
     }
     return EngineConfig(**{**values, **changes})
 

@@ -19,9 +19,8 @@ from pdcluster_protocol.control_api import LoadReport
 from pdcluster_protocol.ids import Role
 from support.legs import LegClient, prompt_of
 from support.nursery import Nursery
+from support.ports import transfer_ports
 from support.sidecars import KEY, SidecarProcess, running, until
-
-PORTS = {Role.PREFILL: 16300, Role.DECODE: 16340}
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +57,7 @@ class Cluster:
             max_context=2048,
             chunk=64,
             fingerprint=sidecar.fingerprint,
-            transport_port_min=PORTS[role],
-            transport_port_max=PORTS[role] + 31,
+            **transfer_ports(),
         )
 
     async def start_engine(self, role: Role) -> None:

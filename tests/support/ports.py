@@ -1,0 +1,24 @@
+"""Port ranges for transfer processes, fresh for every engine that a test starts.
+
+A port that a killed process listened on is unusable for a minute once it had connections, so a
+range that came again at once would run dry after some restarts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+RANGE = 32
+FIRST = 17200
+"""Above what a local run takes, below the ports that the kernel gives to clients."""
+LAST = 32000
+
+_starts = itertools.count(os.getpid() * 4)
+
+
+def transfer_ports() -> dict[str, Any]:
+    """Fields of an `EngineConfig`: 32 ports that no recent engine of this run has used."""
+    start = FIRST + next(_starts) * RANGE % (LAST - FIRST)
+    return {"transport_port_min": start, "transport_port_max": start + RANGE - 1}
