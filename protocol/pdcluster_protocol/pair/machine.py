@@ -281,14 +281,19 @@ class Pair:
         if self.state is PairState.QUEUED:
             detail = f"no pair was free within {clocks.queue_seconds:g} s"
             return _cause(Reason.QUEUE_TIMEOUT, detail)
-        waiting = self._legs[Role.DECODE] is LegState.OPEN
-        answered = self._legs[Role.PREFILL] is not LegState.OPEN
-        role = Role.DECODE if waiting and answered else Role.PREFILL
+        role = self._awaited()
         if self.state is PairState.RUNNING and now >= self._since + clocks.answer_seconds:
             detail = f"no answer within {clocks.answer_seconds:g} s of dispatch"
             return _cause(Reason.DEADLINE_EXCEEDED, detail, role=role)
-        detail = f"no byte for {clocks.stall_seconds:g} s"
+        silent = "its instance is silent, and " if self._suspected else ""
+        detail = f"{silent}no byte came for {clocks.stall_seconds:g} s"
         return _cause(Reason.STALLED, detail, role=role)
+
+    def _awaited(self) -> Role:
+        """The leg that time ran out for: of a silent instance, else the first that is open."""
+        silent = [role for role, name in self._incarnations.items() if name in self._suspected]
+        open_legs = [role for role in Role if self._legs[role] is LegState.OPEN]
+        return [*(role for role in silent if role in open_legs), *open_legs][0]
 
     def _conclude(self, cause: Cause, now: float) -> list[Effect]:
         """End this try by `cause`: retried where that is allowed, else the sequence's end."""

@@ -307,7 +307,9 @@ def test_a_silent_peer_leaves_a_stall_without_progress() -> None:
     assert 31.0 == play.pair.deadline()
     play.pair.progressed(20.0)
     assert 50.0 == play.pair.deadline()
-    assert (Reason.STALLED, P) == _reason_and_role(play(Tick(), at=50.0))
+    effects = play(Tick(), at=50.0)
+    assert (Reason.STALLED, D) == _reason_and_role(effects)
+    assert "silent" in cause_of(effects).detail
 
 
 def test_each_clock_names_itself() -> None:
