@@ -15,6 +15,14 @@ from pdcluster_engine.legs import LegTable
 from pdcluster_engine.link import Link
 from pdcluster_engine.loop import Node, OwnerLoop
 from pdcluster_engine.memory.arena import Arena
+from pdcluster_engine.memory.device import (
+    DeviceArena,
+    device_memory_bytes,
+    record_on,
+    require_device,
+    reserve,
+)
+from pdcluster_engine.memory.finality import FinalityGate
 from pdcluster_engine.memory.metadata import MetadataTable, metadata_bytes
 from pdcluster_engine.model.loading import LoadedModel
 from pdcluster_engine.native import NativeEngine
@@ -22,9 +30,10 @@ from pdcluster_engine.parts import Parts
 from pdcluster_engine.scheduling.worker import Bounds, ModelThread
 from pdcluster_engine.sizes import check_context, page_count, slot_count
 from pdcluster_engine.telemetry import Telemetry
-from pdcluster_engine.transport.open import open_transport
+from pdcluster_engine.transport.open import open_in_process, open_transport
 from pdcluster_engine.transport.port import Transport
 from pdcluster_protocol.config import EngineConfig
+from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.ids import Role
 from pdcluster_protocol.ledger import NodeSetup
 from pdcluster_protocol.limits import Limits
@@ -40,7 +49,9 @@ class Assembly(msgspec.Struct, frozen=True):
     loop: OwnerLoop
     compute: ModelThread
     inbox: Inbox
-    arena: Arena
+    arena: Arena | DeviceArena
+    gate: FinalityGate | None
+    """The body of one more thread where the device is asynchronous."""
 
 
 def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) -> Assembly:
@@ -50,11 +61,13 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
         ConfigError: the sizes or the transport cannot work on this machine.
     """
     check_context(config, model_max=model.runner.max_context)
-    pages = page_count(config, model.layout, memory_bytes=memory_bytes())
+    device = require_device(config.device)
+    memory = device_memory_bytes(device) if device.type == "cuda" else memory_bytes()
+    pages = page_count(config, model.layout, memory_bytes=memory)
     slots = slot_count(config)
-    arena = Arena.create(model.layout, pages, metadata_bytes=metadata_bytes(slots))
+    arena = reserve(device, model.layout, pages, metadata_bytes=metadata_bytes(slots))
     model.runner.attach(arena, pages)
-    metadata = MetadataTable(arena.view, arena.metadata_offset, slots)
+    metadata = MetadataTable(arena.window, arena.metadata_offset, slots)
     setup = NodeSetup(
         layout=model.layout,
         page_count=pages,
@@ -71,11 +84,14 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
     bare = prefill_node(setup) if config.role is Role.PREFILL else decode_node(setup)
     node: Node = CheckedNode(bare) if config.check_invariants else bare
     inbox = Inbox()
+    gate = None
+    if device.type == "cuda":
+        gate = FinalityGate(record_on(device), inbox.post_when_room)
     compute = ModelThread(
         model.runner,
         model.tokenizer,
         metadata=metadata,
-        post=inbox.post_when_room,
+        post=inbox.post_when_room if gate is None else gate.post,
         telemetry=telemetry,
         bounds=Bounds(
             chunk_tokens=config.chunk,
@@ -95,7 +111,7 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
     executor = Executor(parts, digests=setup.verify)
     loop = OwnerLoop(node, parts, executor=executor, sequences_max=config.sequences)
     engine = NativeEngine(inbox=inbox, legs=parts.legs, loop=loop)
-    return Assembly(engine, loop, compute, inbox, arena)
+    return Assembly(engine, loop, compute, inbox, arena, gate)
 
 
 def _link(config: EngineConfig, greeting: EngineHello, node: Node) -> Link:
@@ -110,7 +126,20 @@ def _link(config: EngineConfig, greeting: EngineHello, node: Node) -> Link:
     return link
 
 
-def _transport(config: EngineConfig, arena: Arena) -> Transport:
+def _transport(config: EngineConfig, arena: Arena | DeviceArena) -> Transport:
+    if isinstance(arena, DeviceArena):
+        if config.transport != "mooncake":
+            raise ConfigError(
+                f"transport is {config.transport}, which shares host memory; with device "
+                f"{config.device} it must be mooncake"
+            )
+        return open_in_process(
+            arena.memory(),
+            host=config.host,
+            port_min=config.transport_port_min,
+            port_max=config.transport_port_max,
+            protocol=config.transport_protocol,
+        )
     return open_transport(
         config.transport,
         arena_fd=arena.fd,

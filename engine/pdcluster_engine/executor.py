@@ -137,7 +137,7 @@ class Executor:
     ) -> None:
         match effect:
             case ReadMetadata(key, slot):
-                self.followups.append(MetadataRead(key, self._metadata.read(slot).room))
+                self.followups.append(MetadataRead(key, self._metadata.room(slot)))
             case ClearMetadata(slot):
                 self._metadata.clear(slot)
             case ConcludeLeg(key, reason, detail):

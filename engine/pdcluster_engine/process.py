@@ -3,6 +3,7 @@
     main    asyncio: HTTP, signals, the end
     owner   node, link, transport
     model   forwards
+    device  on a GPU: passes on what the model thread says once the device has done it
 
     0  asked to stop              3  the sidecar refuses this rank
     1  a thread failed            4  the transport cannot run here
@@ -99,6 +100,7 @@ def _run(config: EngineConfig, started: float) -> int:
         mode=config.mode,
         threads=config.threads,
         page_size=config.page_size,
+        device=config.device,
     )
     assembly = assemble(config, model, telemetry=Telemetry())
     # Libraries left half a million objects; walking them would stop every thread for a while.
@@ -107,6 +109,8 @@ def _run(config: EngineConfig, started: float) -> int:
         _start("owner", assembly.loop.run),
         _start("model", assembly.compute.run),
     ]
+    if assembly.gate is not None:
+        threads.append(_start("device", assembly.gate.run))
     try:
         asyncio.run(
             serve_until_stopped(assembly, config, codec=model.tokenizer, ring=ring, started=started)
@@ -153,6 +157,8 @@ def _end(assembly: Assembly, threads: list[threading.Thread]) -> None:
     """Stop both threads; one that is deep in a forward is left to the end of the process."""
     assembly.compute.shut_down()
     assembly.loop.stop()
+    if assembly.gate is not None:
+        assembly.gate.shut_down()
     for thread in threads:
         thread.join(_JOIN_SECONDS)
     if not any(thread.is_alive() for thread in threads):

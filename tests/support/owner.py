@@ -15,6 +15,7 @@ from pdcluster_engine.legs import LegTable
 from pdcluster_engine.link import Link
 from pdcluster_engine.loop import OwnerLoop
 from pdcluster_engine.memory.metadata import MetadataTable, metadata_bytes
+from pdcluster_engine.memory.window import HostWindow
 from pdcluster_engine.native import NativeEngine
 from pdcluster_engine.parts import Parts
 from pdcluster_engine.sampling import SamplingParameters
@@ -145,7 +146,7 @@ class Bench:
         self.transport = FakeTransport()
         self.compute = FakeCompute()
         self.registry = CollectorRegistry()
-        self.metadata = MetadataTable(memoryview(bytearray(metadata_bytes(2))), 0, 2)
+        self.metadata = MetadataTable(HostWindow(memoryview(bytearray(metadata_bytes(2)))), 0, 2)
         self.legs = LegTable(legs_max=2)
         self.inbox = Inbox()
         self.link = Link(path, hello=lambda: greeting(self.link.incarnation), queue_max=10)

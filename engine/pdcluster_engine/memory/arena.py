@@ -1,4 +1,4 @@
-"""The arena: one memfd that engine and transfer process both map.
+"""The arena on the CPU: one memfd that engine and transfer process both map.
 
     0                          metadata_offset              nbytes
     | region 0 | region 1 | …  | aux rows, slot by slot | pad |
@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 
+from pdcluster_engine.memory.window import HostWindow
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.layout import REGION_ALIGNMENT_BYTES, KVLayout
 
@@ -19,13 +20,14 @@ from pdcluster_protocol.layout import REGION_ALIGNMENT_BYTES, KVLayout
 class Arena:
     """A zeroed shared mapping with the KV regions first and the metadata rows behind them."""
 
-    __slots__ = ("fd", "metadata_offset", "nbytes", "view")
+    __slots__ = ("fd", "metadata_offset", "nbytes", "view", "window")
 
     def __init__(self, fd: int, mapping: mmap.mmap, *, metadata_offset: int) -> None:
         self.fd = fd
         self.nbytes = len(mapping)
         self.metadata_offset = metadata_offset
         self.view = memoryview(mapping)
+        self.window = HostWindow(self.view)
 
     @classmethod
     def create(cls, layout: KVLayout, page_count: int, *, metadata_bytes: int) -> Arena:
@@ -34,12 +36,7 @@ class Arena:
         Raises:
             ConfigError: when there is no page, or the machine does not give that much memory.
         """
-        if page_count < 1:
-            raise ConfigError(f"pages is {page_count}; an arena needs at least 1")
-        if metadata_bytes < 0:
-            raise ConfigError(f"metadata_bytes is {metadata_bytes}; it must not be negative")
-        metadata_offset = layout.arena_bytes(page_count)
-        nbytes = max(_aligned(metadata_offset + metadata_bytes), REGION_ALIGNMENT_BYTES)
+        metadata_offset, nbytes = arena_sizes(layout, page_count, metadata_bytes=metadata_bytes)
         fd = os.memfd_create("pdcluster-arena", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
@@ -63,6 +60,21 @@ class Arena:
         os.close(self.fd)
         self.fd = -1
         self.view = memoryview(b"")
+        self.window = HostWindow(self.view)
+
+
+def arena_sizes(layout: KVLayout, page_count: int, *, metadata_bytes: int) -> tuple[int, int]:
+    """(where the metadata rows begin, bytes in all) of an arena.
+
+    Raises:
+        ConfigError: when there is no page.
+    """
+    if page_count < 1:
+        raise ConfigError(f"pages is {page_count}; an arena needs at least 1")
+    if metadata_bytes < 0:
+        raise ConfigError(f"metadata_bytes is {metadata_bytes}; it must not be negative")
+    metadata_offset = layout.arena_bytes(page_count)
+    return metadata_offset, max(_aligned(metadata_offset + metadata_bytes), REGION_ALIGNMENT_BYTES)
 
 
 def _aligned(nbytes: int) -> int:

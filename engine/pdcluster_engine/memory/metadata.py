@@ -28,6 +28,7 @@ import struct
 
 import msgspec
 
+from pdcluster_engine.memory.window import ByteWindow
 from pdcluster_protocol.ids import ROOM_MAX, ROOM_UNWRITTEN
 
 TOP_LOGPROBS_MAX = 128
@@ -55,24 +56,26 @@ class MetadataRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetadataTable:
-    """`slot_count` rows in ten buffers, one behind the other from `offset` of `view`."""
+    """`slot_count` rows in ten buffers, one behind the other from `offset` of `window`."""
 
-    __slots__ = ("_offsets", "_view", "slot_count")
+    __slots__ = ("_offsets", "_window", "slot_count")
 
-    def __init__(self, view: memoryview, offset: int, slot_count: int) -> None:
+    def __init__(self, window: ByteWindow, offset: int, slot_count: int) -> None:
         end = offset + metadata_bytes(slot_count)
-        if slot_count < 1 or offset < 0 or end > len(view):
-            message = f"{slot_count} slots at {offset} end at {end}; the view has {len(view)} bytes"
+        if slot_count < 1 or offset < 0 or end > window.nbytes:
+            message = (
+                f"{slot_count} slots at {offset} end at {end}; the window has {window.nbytes} bytes"
+            )
             raise ValueError(message)
         self.slot_count = slot_count
-        self._view = view
+        self._window = window
         offsets = [offset]
         for item_bytes in _ITEM_BYTES[:-1]:
             offsets.append(offsets[-1] + item_bytes * slot_count)
         self._offsets = offsets
 
     def buffers(self) -> list[tuple[int, int]]:
-        """(offset in the view, bytes of one slot) of each buffer, in wire order."""
+        """(offset in the arena, bytes of one slot) of each buffer, in wire order."""
         return list(zip(self._offsets, _ITEM_BYTES, strict=True))
 
     def write(self, slot: int, row: MetadataRow) -> None:
@@ -114,8 +117,12 @@ class MetadataTable:
             cached_tokens=self._get(slot, _CACHED)[0],
             logprob=self._get(slot, _LOGPROB)[0] if has_logprob else None,
             top_logprobs=tuple(zip(ids[:count], values[:count], strict=True)),
-            room=self._get(slot, _ROOM)[0],
+            room=self.room(slot),
         )
+
+    def room(self, slot: int) -> int:
+        """The slot's room alone, which says whether the row was written."""
+        return self._get(slot, _ROOM)[0]
 
     def clear(self, slot: int) -> None:
         """Say "not written", before the slot is handed out or given back."""
@@ -131,10 +138,11 @@ class MetadataTable:
         row_format = _ROW_FORMATS[buffer]
         width = int(row_format[1:-1])
         padded = [*values, *([0] * (width - len(values)))]
-        struct.pack_into(row_format, self._view, self._place(slot, buffer), *padded)
+        self._window.write(self._place(slot, buffer), struct.pack(row_format, *padded))
 
     def _get(self, slot: int, buffer: int) -> tuple[int, ...]:
-        return struct.unpack_from(_ROW_FORMATS[buffer], self._view, self._place(slot, buffer))
+        packed = self._window.read(self._place(slot, buffer), _ITEM_BYTES[buffer])
+        return struct.unpack(_ROW_FORMATS[buffer], packed)
 
 
 def metadata_bytes(slot_count: int) -> int:

@@ -102,7 +102,8 @@ class PagedCache(Cache):
         super().__init__(layers=[PagedLayer(self, layer) for layer in layers])
         self._regions = list(regions)
         self._page_size = page_size
-        self._in_page = torch.arange(page_size)
+        self._device = self._regions[0].device
+        self._in_page = torch.arange(page_size, device=self._device)
         self._plan: Plan | None = None
 
     @property
@@ -141,9 +142,9 @@ class PagedCache(Cache):
             self._require_pages(row.pages, row.length + 1)
             page_lists.append(row.pages[: self._pages_for(row.length + 1)])
         most = max(len(pages) for pages in page_lists)
-        table = torch.tensor([[*pages, *([0] * (most - len(pages)))] for pages in page_lists])
-        lengths = torch.tensor([[row.length] for row in batch])
-        columns = torch.arange(int(lengths.max()) + 1)
+        table = self._tensor([[*pages, *([0] * (most - len(pages)))] for pages in page_lists])
+        lengths = self._tensor([[row.length] for row in batch])
+        columns = torch.arange(max(row.length for row in batch) + 1, device=self._device)
         rows = (table.unsqueeze(2) * self._page_size + self._in_page).flatten(1)
         newest = rows.gather(1, lengths)
         visible = columns <= lengths
@@ -158,8 +159,11 @@ class PagedCache(Cache):
 
     def _rows(self, pages: Sequence[int]) -> torch.Tensor:
         """The row of each token that `pages` can hold."""
-        table = torch.tensor(pages)
+        table = self._tensor(pages)
         return (table.unsqueeze(1) * self._page_size + self._in_page).flatten()
+
+    def _tensor(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.tensor(numbers, device=self._device)
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_size)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as library_logging
 
+from pdcluster_engine.memory.device import require_device
 from pdcluster_engine.model.builtin import BUILTIN, byte_codec
 from pdcluster_engine.model.probe import probe
 from pdcluster_engine.model.runner import DecodeMode, TransformersRunner
@@ -45,11 +46,18 @@ class LoadedModel(msgspec.Struct, frozen=True):
 
 
 def load_runner(
-    source: str, *, dtype: str, mode: str, threads: int, page_size: int = 64
+    source: str,
+    *,
+    dtype: str,
+    mode: str,
+    threads: int,
+    page_size: int = 64,
+    device: str = "cpu",
 ) -> LoadedModel:
     """Load, probe and wrap a model; the first computation of the process happens here.
 
-    `dtype` "auto" is the checkpoint's own, float32 for builtin models.
+    `dtype` "auto" is the checkpoint's own, float32 for builtin models. Weights are read, or drawn,
+    in host memory and then moved to `device`, so they are the same on every device.
 
     Raises:
         ConfigError: naming the field, its value and the remedy.
@@ -61,11 +69,13 @@ def load_runner(
         raise ConfigError(f"threads is {threads}; it must be at least 1")
     if page_size < 1:
         raise ConfigError(f"page_size is {page_size}; it must be at least 1")
+    place = require_device(device)
     torch.set_num_threads(threads)
     # Standard error is one JSON object a line; what matters of a load is raised or summarized.
     library_logging.disable_progress_bar()
     library_logging.set_verbosity_error()
     model, codec = _load(source, dtype=dtype)
+    _move(model, place)
     model.eval()
     config = model.config.get_text_config(decoder=True)
     _require_stateless_rope(config)
@@ -83,6 +93,16 @@ def load_runner(
         layout=probed.layout,
         summary=_summary(model, source=source, runner=runner),
     )
+
+
+def _move(model: PreTrainedModel, device: torch.device) -> None:
+    try:
+        model.to(device)
+    except RuntimeError as error:
+        # Torch's out-of-memory error is one of these, and so is what the driver says.
+        raise ConfigError(
+            f"the model does not fit on {device}: {error}; use a smaller dtype or another device"
+        ) from error
 
 
 def _load(source: str, *, dtype: str) -> tuple[PreTrainedModel, TextCodec]:
@@ -231,6 +251,7 @@ def _summary(model: PreTrainedModel, *, source: str, runner: TransformersRunner)
         "attention": str(config._attn_implementation),  # noqa: SLF001  Has no public name.
         "experts": str(getattr(config, "_experts_implementation", None)),
         "mode": str(runner.mode),
+        "device": str(model.device.type),
         "layout": runner.layout.digest(),
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),

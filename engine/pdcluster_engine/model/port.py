@@ -14,13 +14,14 @@ import msgspec
 import torch
 
 from pdcluster_engine.memory.arena import Arena
+from pdcluster_engine.memory.device import DeviceArena
 from pdcluster_protocol.layout import KVLayout
 
 Written = Callable[[int, int, int], None]
 """(region index, first token, end token): these rows are final and in the arena.
 
 Called inside the forward, while later layers still compute: put it into a queue and return. On an
-asynchronous device the rows are ordered behind the device's current stream, not yet visible.
+asynchronous device the rows are final behind the device's current stream (`memory.finality`).
 """
 
 
@@ -43,7 +44,7 @@ class ModelRunner(Protocol):
     max_context: int
     """The model's own limit of prompt plus output tokens."""
 
-    def attach(self, arena: Arena, page_count: int) -> None:
+    def attach(self, arena: Arena | DeviceArena, page_count: int) -> None:
         """View the arena's regions as tensors; once, before the first forward."""
 
     def prefill(
@@ -57,8 +58,11 @@ class ModelRunner(Protocol):
         """One chunk of one request: tokens [start, end) of `token_ids`.
 
         The rows of [0, start) are already in `pages`. Returns float32 logits `[vocab]` of token
-        end - 1, which only the last chunk's caller needs.
+        end - 1, which only the last chunk's caller needs; they lie where the model does.
         """
 
     def decode(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        """One token for each row, one KV row written each; float32 logits `[rows, vocab]`."""
+        """One token for each row, one KV row written each.
+
+        Returns float32 logits `[rows, vocab]` in host memory.
+        """

@@ -41,7 +41,7 @@ def probe(model: PreTrainedModel, *, page_size: int) -> Probed:
     cache = DynamicCache(config=config)
     _require_per_token_layers(cache.layers)
     with torch.inference_mode():
-        forward_one(model, cache, torch.zeros((1, 1), dtype=torch.long))
+        forward_one(model, cache, torch.zeros((1, 1), dtype=torch.long, device=model.device))
     _require_per_token_layers(cache.layers)
     compressed = getattr(config, "kv_lora_rank", None) is not None
     regions: list[Region] = []

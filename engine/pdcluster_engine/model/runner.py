@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pdcluster_engine.memory.arena import Arena
+from pdcluster_engine.memory.device import DeviceArena
 from pdcluster_engine.model.cache import PagedCache
 from pdcluster_engine.model.port import DecodeRow, Written
 from pdcluster_engine.model.probe import Probed
@@ -46,21 +47,18 @@ class TransformersRunner:
         self._probed = probed
         self._cache: PagedCache | None = None
 
-    def attach(self, arena: Arena, page_count: int) -> None:
+    def attach(self, arena: Arena | DeviceArena, page_count: int) -> None:
         """View the arena's regions as tensors.
 
         The tensors are made outside inference mode, since those made inside would refuse to be
         written outside it.
         """
-        regions = [
-            torch.frombuffer(
-                arena.view,
-                dtype=self._probed.dtype,
-                offset=self.layout.region_offset(index, page_count),
-                count=page_count * self.layout.page_size * heads * width,
-            ).view(-1, heads, width)
-            for index, (heads, width) in enumerate(self._probed.row_shapes)
-        ]
+        memory = _bytes_of(arena)
+        regions = []
+        for index, (heads, width) in enumerate(self._probed.row_shapes):
+            begin = self.layout.region_offset(index, page_count)
+            end = begin + page_count * self.layout.item_bytes(index)
+            regions.append(memory[begin:end].view(self._probed.dtype).view(-1, heads, width))
         self._cache = PagedCache(self._probed.layers, regions, self.layout.page_size)
 
     def prefill(
@@ -82,7 +80,7 @@ class TransformersRunner:
         cache = self._attached()
         cache.use(cache.plan_one(pages, start, end, written))
         with torch.inference_mode():
-            return forward_one(self._model, cache, torch.tensor([list(token_ids[start:end])]))
+            return forward_one(self._model, cache, self._ids([token_ids[start:end]]))
 
     def decode(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
         """One token for each row; see the port.
@@ -97,28 +95,43 @@ class TransformersRunner:
         with torch.inference_mode():
             match mode:
                 case DecodeMode.EXACT:
-                    return torch.stack([self._decode_one(row) for row in rows])
+                    # On a device: one copy for all of them, not one each.
+                    return torch.stack([self._decode_one(row) for row in rows]).cpu()
                 case DecodeMode.BATCHED:
-                    return self._decode_batch(rows)
+                    return self._decode_batch(rows).cpu()
                 case _:
                     assert_never(mode)
 
     def _decode_one(self, row: DecodeRow) -> torch.Tensor:
         cache = self._attached()
         cache.use(cache.plan_one(row.pages, row.length, row.length + 1))
-        return forward_one(self._model, cache, torch.tensor([[row.token_id]]))
+        return forward_one(self._model, cache, self._ids([[row.token_id]]))
 
     def _decode_batch(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
         cache = self._attached()
         batch = cache.plan_batch(rows)
         cache.use(batch.plan)
-        token_ids = torch.tensor([[row.token_id] for row in rows])
+        token_ids = self._ids([[row.token_id] for row in rows])
         return forward_batch(
             self._model, cache, token_ids, positions=batch.positions, mask=batch.mask
         )
+
+    def _ids(self, token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.tensor([list(ids) for ids in token_ids], device=self._model.device)
 
     def _attached(self) -> PagedCache:
         if self._cache is None:
             message = "attach an arena before the first forward"
             raise RuntimeError(message)
         return self._cache
+
+
+def _bytes_of(arena: Arena | DeviceArena) -> torch.Tensor:
+    """The whole arena as one tensor of bytes."""
+    match arena:
+        case Arena():
+            return torch.frombuffer(arena.view, dtype=torch.uint8)
+        case DeviceArena():
+            return arena.tensor
+        case _:
+            assert_never(arena)

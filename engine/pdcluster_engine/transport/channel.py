@@ -7,6 +7,7 @@ at most `OPERATIONS_MAX` operations.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Sequence
@@ -87,6 +88,11 @@ class Channel(Generic[MessageT]):
         if ended and not messages:
             raise ChannelClosed("end of stream")
         return messages
+
+    def shut_down(self) -> None:
+        """Let both ends see the end of the stream; the descriptor stays until `close`."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""

@@ -26,7 +26,7 @@ REAP_SECONDS = 10.0
 class Child:
     """A started transfer process with its control channel and the end of its stderr."""
 
-    __slots__ = ("_popen", "_stderr_fd", "channel", "pidfd", "stderr")
+    __slots__ = ("_pidfd", "_popen", "_stderr_fd", "channel", "stderr")
 
     def __init__(
         self, popen: subprocess.Popen[bytes], channel: Channel[FromProcess], stderr_fd: int
@@ -35,7 +35,7 @@ class Child:
         self._stderr_fd = stderr_fd
         self.channel = channel
         self.stderr = StderrTail(stderr_fd)
-        self.pidfd = os.pidfd_open(popen.pid)
+        self._pidfd = os.pidfd_open(popen.pid)
 
     @classmethod
     def spawn(cls, settings: Settings, *, arena_fd: int, nbytes: int, address: int) -> Child:
@@ -75,6 +75,16 @@ class Child:
         """The descriptor of the pipe that `stderr` reads."""
         return self._stderr_fd
 
+    @property
+    def end_fd(self) -> int:
+        """A pidfd: readable once the process has ended."""
+        return self._pidfd
+
+    @property
+    def end_seconds(self) -> float | None:
+        """A killed process ends; there is nothing to wait for with a clock."""
+        return None
+
     def kill(self) -> None:
         """Send SIGKILL; `reaped` says when its memory is gone."""
         self._popen.kill()
@@ -100,7 +110,7 @@ class Child:
         self._popen.wait(REAP_SECONDS)
         self.channel.close()
         os.close(self._stderr_fd)
-        os.close(self.pidfd)
+        os.close(self._pidfd)
 
 
 def _start(argument: ProcessSettings, *, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:

@@ -42,6 +42,21 @@ def check_machine(protocol: FabricProtocol, *, paths: list[str] | None = None) -
     return version
 
 
+def check_device_wheel(paths: list[str] | None = None) -> None:
+    """Refuse the wheel that would read device addresses as if they were the host's.
+
+    Raises:
+        ConfigError: naming the wheel and the one to install.
+    """
+    for path in sys.path if paths is None else paths:
+        if any(Path(path or ".").glob(f"{DISTRIBUTION_PREFIX}_non_cuda-*.dist-info")):
+            raise ConfigError(
+                "device is cuda, but the Mooncake wheel mooncake-transfer-engine-non-cuda cannot "
+                "reach device memory; repair: pip uninstall -y mooncake-transfer-engine-non-cuda "
+                "&& pip install 'pdcluster[mooncake-cuda13]'"
+            )
+
+
 def mooncake_version(paths: list[str]) -> str:
     """The version of the one installed Mooncake distribution in `paths`."""
     found = sorted(

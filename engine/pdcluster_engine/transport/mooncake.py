@@ -1,4 +1,4 @@
-"""The adapter around Mooncake's `TransferEngine`, inside the transfer process only.
+"""The adapter around Mooncake's `TransferEngine`, inside a transfer process or a thread of its own.
 
 The library returns -1 for everything, crashes when its calls come in the wrong order, and goes on
 moving bytes after it has reported an error for a batch. So this adapter
@@ -7,16 +7,14 @@ moving bytes after it has reported an error for a batch. So this adapter
   (a finished id is freed memory);
 * keeps few operations in flight, since a queue overflow makes a peer unreachable for ever;
 * has its own deadlines, shorter than the library's, and answers an expired one by raising
-  `CannotContinue`: the process ends, which is the only thing that certainly stops the writing.
+  `CannotContinue`: whoever runs it ends its process, which is the only thing that certainly stops
+  the writing, or at least destroys the library's engine (`destroy`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from pdcluster_engine.transport.contact import TARGETS_MAX, Alarm, ContactGuard
 from pdcluster_engine.transport.install import FabricProtocol, check_machine, explain_import
 from pdcluster_engine.transport.port import (
     Completed,
@@ -39,7 +38,6 @@ from pdcluster_protocol.errors import ConfigError, TransportError
 WEDGE_SECONDS = (0.95, 1.05)
 """A wedged peer fails each call after the admission time-out of 1.000 s."""
 WEDGE_CONNECT_SECONDS = 0.25
-TARGETS_MAX = 1024
 
 ENVIRONMENT = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -61,7 +59,7 @@ FORBIDDEN_ENVIRONMENT = (
 
 
 class CannotContinue(TransportError):
-    """The library's state is unknown; only the end of this process makes memory safe again."""
+    """The library's state is unknown; only the end of its engine makes memory safe again."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,17 +115,28 @@ class MooncakeAdapter:
         "_arena_nbytes",
         "_engine",
         "_flying",
-        "_met",
+        "_guard",
         "_peers",
         "_refused",
+        "_registered",
         "_settings",
         "_state",
         "_suspicions",
         "_turn",
     )
 
-    def __init__(self, settings: Settings, *, arena_address: int, arena_nbytes: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        arena_address: int,
+        arena_nbytes: int,
+        guard: ContactGuard | None = None,
+    ) -> None:
+        """`guard` bounds the calls that may block; without one an alarm ends the process."""
         self._settings = settings
+        self._guard = Alarm(settings.deadlines.contact_seconds) if guard is None else guard
+        self._registered = False
         self._arena_address = arena_address
         self._arena_nbytes = arena_nbytes
         self._state = State.NEW
@@ -137,8 +146,6 @@ class MooncakeAdapter:
         self._turn: deque[str] = deque()
         """Peers with queued operations; the first one is served next."""
         self._refused: list[Completed] = []
-        self._met: set[str] = set()
-        """Peers that were written to before."""
         self._suspicions: dict[str, int] = {}
         """Per peer, failures in a row that look like the wedge."""
 
@@ -172,9 +179,22 @@ class MooncakeAdapter:
             raise TransportError(
                 f"Mooncake register_memory of {self._arena_nbytes} bytes failed with {code}"
             )
+        self._registered = True
         self._state = State.STARTED
         shown = f"[{host}]" if ":" in host else host
         return f"{shown}:{self._engine.get_rpc_port()}", version
+
+    def destroy(self) -> None:
+        """End the library's engine, with its connections and everything under way on them.
+
+        It takes about a second, in which no Python thread of this process runs. The code of
+        unregistering is not asked: on TCP it stops nothing, the destruction does.
+        """
+        engine, self._engine, self._state = self._engine, None, State.BROKEN
+        if engine is not None and self._registered:
+            self._registered = False
+            engine.unregister_memory(self._arena_address)
+        del engine
 
     def submit(self, request: WriteRequest) -> None:
         """Check and queue one write; a bad one is answered by the next `poll`."""
@@ -257,18 +277,14 @@ class MooncakeAdapter:
         self._turn.extendleft(reversed(full))
 
     def _hand_over(self, target: str, peer: Peer, request: WriteRequest) -> Completed | None:
-        self._note_first_contact(target)
         started = time.monotonic()
-        # The first contact with a hung peer blocks here for a minute, with every other peer behind
-        # it. The alarm has no handler: it ends the process, even inside the library.
-        signal.setitimer(signal.ITIMER_REAL, self._settings.deadlines.contact_seconds)
-        batch = self._engine.batch_transfer_async_write(
-            target,
-            [self._arena_address + request.source_offset],
-            [request.destination_address],
-            [request.nbytes],
-        )
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with self._guard(target):
+            batch = self._engine.batch_transfer_async_write(
+                target,
+                [self._arena_address + request.source_offset],
+                [request.destination_address],
+                [request.nbytes],
+            )
         if not batch:
             return _failure(request, time.monotonic() - started)
         peer.flying_bytes += request.nbytes
@@ -276,16 +292,6 @@ class MooncakeAdapter:
         peer.flights.append(Flight(request, batch, started, deadline))
         self._flying += 1
         return None
-
-    def _note_first_contact(self, target: str) -> None:
-        """Leave the peer's name on stderr: should the alarm end us, it says who hung."""
-        if target in self._met:
-            return
-        if len(self._met) >= TARGETS_MAX:
-            self._met.clear()
-        self._met.add(target)
-        with contextlib.suppress(OSError):
-            os.write(sys.stderr.fileno(), f"first contact with {target}\n".encode())
 
     def _ended(self, target: str) -> Iterator[Completed]:
         """Ask for every flight of one peer and forget those that ended."""

@@ -12,7 +12,8 @@ Two rules carry all the safety:
   session) of that generation is gone together with its mapping of the arena: from then on no
   write of a peer lands in this arena and nothing reads it, until `Ready` publishes a new session.
   Base addresses of two generations never overlap, so a late write to an old address is refused
-  even when the new session happens to draw the old port.
+  even when the new session happens to draw the old port. (Device memory cannot move; there the
+  old port is kept taken instead, see `inprocess`.)
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Died(msgspec.Struct, frozen=True):
     """The transport ended without being asked; everything outstanding is lost.
 
     It is a fence: the process was reaped before this was said. Unless `final`, a new generation
-    starts by itself.
+    starts by itself. When a `final` one says that the transfer did not end, it is none, and the
+    engine's own process has to end.
     """
 
     detail: str

@@ -16,11 +16,12 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
-import xxhash
 
+from pdcluster_engine.memory.window import HostWindow
 from pdcluster_engine.transport.channel import Channel, ChannelClosed
 from pdcluster_engine.transport.linux import die_with_parent, map_shared, view
 from pdcluster_engine.transport.mooncake import MooncakeAdapter, Settings
@@ -74,6 +75,9 @@ class Farewell(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 FromProcess = Started | Completed | Farewell
 
+Digest = Callable[[int, int], int]
+"""xxh3_64 of so many bytes of the own arena from an offset on; the engine has checked the range."""
+
 
 class Adapter(Protocol):
     """What moves the bytes inside this process."""
@@ -92,12 +96,12 @@ class Adapter(Protocol):
 class Worker:
     """The loop between the control socket, the adapter and the hash."""
 
-    __slots__ = ("_adapter", "_arena", "_channel", "_digests", "_hashes", "_progress_at")
+    __slots__ = ("_adapter", "_channel", "_digests", "_hash", "_hashes", "_progress_at")
 
-    def __init__(self, channel: Channel[Request], adapter: Adapter, arena: memoryview) -> None:
+    def __init__(self, channel: Channel[Request], adapter: Adapter, digest: Digest) -> None:
         self._channel = channel
         self._adapter = adapter
-        self._arena = arena
+        self._hash = digest
         self._hashes: deque[DigestRequest] = deque()
         self._digests: dict[int, int] = {}
         """Per write that asked for it, the digest of its source."""
@@ -167,10 +171,6 @@ class Worker:
             hashed_bytes += request.nbytes
         return ended
 
-    def _hash(self, offset: int, nbytes: int) -> int:
-        # The engine has checked the range; a slice cannot leave the arena in any case.
-        return xxhash.xxh3_64_intdigest(self._arena[offset : offset + nbytes])
-
 
 def run(settings: ProcessSettings, channel: Channel[Request]) -> None:
     """Map and register the arena, say `Started`, and serve."""
@@ -181,7 +181,8 @@ def run(settings: ProcessSettings, channel: Channel[Request]) -> None:
     )
     session_name, version = adapter.start()
     channel.send([Started(session_name, address, version)])
-    Worker(channel, adapter, view(address, settings.arena_nbytes)).serve()
+    window = HostWindow(view(address, settings.arena_nbytes))
+    Worker(channel, adapter, window.digest).serve()
 
 
 def say_farewell(channel: Channel[Request], detail: str, *, final: bool) -> None:

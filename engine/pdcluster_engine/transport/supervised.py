@@ -1,5 +1,8 @@
 """The transport over a transfer process: one epoll for its socket, its stderr, its end and a timer.
 
+The same machine runs a transfer *thread* where a process cannot have the memory (`inprocess`); the
+words below say process for both.
+
     NEW ──start──► STARTING ──Started──► READY
                      │  ▲                  │
           ended/late │  │ retry        end │  fence (from STARTING and READY)
@@ -9,11 +12,13 @@
                      └─ final ─► FAILED                 close, from anywhere ─► CLOSED
 
 `ENDING` is the wait for the kernel: `Died` and `Fenced` are said only after the process was
-reaped, when its mapping of the arena no longer exists.
+reaped, when its mapping of the arena no longer exists. A thread's end can fail to come; then `Died`
+is final and is no fence: the engine's process must end, which is one.
 """
 
 from __future__ import annotations
 
+import functools
 import select
 import time
 from enum import Enum, auto
@@ -21,6 +26,7 @@ from enum import Enum, auto
 from pdcluster_engine.transport.addresses import AddressPlan
 from pdcluster_engine.transport.channel import ChannelClosed
 from pdcluster_engine.transport.child import Child
+from pdcluster_engine.transport.life import BeginLife, Life
 from pdcluster_engine.transport.linux import Timer
 from pdcluster_engine.transport.mooncake import Settings
 from pdcluster_engine.transport.port import (
@@ -65,14 +71,16 @@ class SupervisedTransport:
         self,
         settings: Settings,
         *,
-        arena_fd: int,
         arena_nbytes: int,
+        arena_fd: int = -1,
+        begin: BeginLife | None = None,
         operations_max: int = OPERATIONS_MAX,
     ) -> None:
-        """Use (not own) the memfd `arena_fd`; nothing runs before `start`."""
+        """Use (not own) the memfd `arena_fd`, or whatever `begin` uses; `start` starts it."""
         self._settings = settings
-        self._arena_fd = arena_fd
-        self._arena_nbytes = arena_nbytes
+        self._begin: BeginLife = begin or functools.partial(
+            _spawn, settings, arena_fd, arena_nbytes
+        )
         self._addresses = AddressPlan(arena_nbytes)
         self._outstanding = Outstanding(arena_nbytes, operations_max=operations_max)
         self._held: list[Request] = []
@@ -82,7 +90,7 @@ class SupervisedTransport:
         self._timer = Timer()
         self._epoll.register(self._timer.fileno(), select.EPOLLIN)
         self._state = State.NEW
-        self._child: Child | None = None
+        self._child: Life | None = None
         self._generation = 0
         self._fence_asked = False
         self._cause = ""
@@ -95,7 +103,7 @@ class SupervisedTransport:
 
     @property
     def pid(self) -> int | None:
-        """The transfer process, for tables of processes; None while there is none."""
+        """The process that moves the bytes, for tables of processes; None while there is none."""
         return None if self._child is None else self._child.pid
 
     @property
@@ -163,7 +171,7 @@ class SupervisedTransport:
         child = self._child
         if child is not None:
             self._listen(child, ready)
-            if child.pidfd in ready and child.reaped():
+            if child.end_fd in ready and child.reaped():
                 self._ended(child)
         self._check_clock()
         self._arm()
@@ -188,24 +196,19 @@ class SupervisedTransport:
         self._cause = ""
         self._final = False
         try:
-            child = Child.spawn(
-                self._settings,
-                arena_fd=self._arena_fd,
-                nbytes=self._arena_nbytes,
-                address=self._addresses.take(),
-            )
+            child = self._begin(self._addresses.take())
         except OSError as error:
             self._cause = f"the transfer process could not be started: {error}"
             self._say_died()
             self._timer.arm(0.0)
             return
         self._child = child
-        for fd in (child.channel.fileno(), child.stderr_fd, child.pidfd):
+        for fd in (child.channel.fileno(), child.stderr_fd, child.end_fd):
             self._epoll.register(fd, select.EPOLLIN)
         self._enter(State.STARTING)
         self._arm()
 
-    def _listen(self, child: Child, ready: set[int]) -> None:
+    def _listen(self, child: Life, ready: set[int]) -> None:
         # The log line that explains a failure was written before the failure was reported, so the
         # log is read after the channel.
         messages: list[FromProcess] = []
@@ -224,7 +227,7 @@ class SupervisedTransport:
         if closed:
             self._end(self._cause)
 
-    def _hear(self, child: Child, message: FromProcess) -> None:
+    def _hear(self, child: Life, message: FromProcess) -> None:
         self._heard_at = time.monotonic()
         match message:
             case Started(session_name=name, base_address=base, version=version):
@@ -253,12 +256,12 @@ class SupervisedTransport:
         self._forget(child.channel.fileno())
         child.kill()
 
-    def _ended(self, child: Child) -> None:
+    def _ended(self, child: Life) -> None:
         """The process is reaped: say so, and start the next one now or later."""
         self._end(self._cause)
         asked = self._fence_asked
         cause = self._cause or f"the transfer process ended: {child.explain()}"
-        for fd in (child.stderr_fd, child.pidfd):
+        for fd in (child.stderr_fd, child.end_fd):
             self._forget(fd)
         child.close()
         self._child = None
@@ -270,6 +273,19 @@ class SupervisedTransport:
             self._spawn()
             return
         self._cause = cause
+        self._say_died()
+
+    def _give_up(self, child: Life) -> None:
+        """It does not end, so nothing is proven; whoever hears `final` ends this process."""
+        for fd in (child.stderr_fd, child.end_fd):
+            self._forget(fd)
+        # Its descriptors stay open: it may still use them.
+        self._child = None
+        self._held.clear()
+        self._outstanding.clear()
+        what = f"the transfer did not end within {child.end_seconds} s"
+        self._cause = f"{what}: {self._cause}" if self._cause else what
+        self._final = True
         self._say_died()
 
     def _say_died(self) -> None:
@@ -286,6 +302,8 @@ class SupervisedTransport:
                 self._spawn()
             case State.STARTING:
                 self._end(f"not ready after {self._settings.deadlines.start_seconds} s")
+            case State.ENDING if self._child is not None:
+                self._give_up(self._child)
             case State.READY:
                 seconds = time.monotonic() - self._heard_at
                 self._end(f"stalled: the transfer process gave no answer for {seconds:.1f} s")
@@ -302,6 +320,8 @@ class SupervisedTransport:
                 return self._since + min(pause, RETRY_SECONDS_MAX)
             case State.STARTING:
                 return self._since + deadlines.start_seconds
+            case State.ENDING if self._child is not None and self._child.end_seconds is not None:
+                return self._since + self._child.end_seconds
             case State.READY if self._outstanding:
                 nbytes = self._outstanding.nbytes
                 return self._heard_at + deadlines.stall_seconds(nbytes) + GRACE_SECONDS
@@ -315,7 +335,7 @@ class SupervisedTransport:
         self._state = state
         self._since = time.monotonic()
 
-    def _watch_channel(self, child: Child) -> None:
+    def _watch_channel(self, child: Life) -> None:
         wanted = select.EPOLLIN | (select.EPOLLOUT if child.channel.unsent_bytes else 0)
         self._epoll.modify(child.channel.fileno(), wanted)
 
@@ -326,7 +346,11 @@ class SupervisedTransport:
             return
 
 
-def _named(completed: Completed, child: Child) -> Completed:
+def _spawn(settings: Settings, arena_fd: int, arena_nbytes: int, address: int) -> Life:
+    return Child.spawn(settings, arena_fd=arena_fd, nbytes=arena_nbytes, address=address)
+
+
+def _named(completed: Completed, child: Life) -> Completed:
     cause = child.stderr.cause()
     detail = f"{completed.detail}: {cause}" if cause else completed.detail
     return failed(completed.operation, detail)

@@ -17,6 +17,7 @@ from pdcluster_engine.memory.metadata import (
     MetadataTable,
     metadata_bytes,
 )
+from pdcluster_engine.memory.window import HostWindow
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.ids import ROOM_MAX
 from pdcluster_protocol.layout import KVLayout, Region
@@ -31,7 +32,8 @@ def float32(value: float) -> float:
 
 
 def table(slots: int = 3) -> MetadataTable:
-    return MetadataTable(memoryview(bytearray(b"\xee" * metadata_bytes(slots))), 0, slots)
+    rows = memoryview(bytearray(b"\xee" * metadata_bytes(slots)))
+    return MetadataTable(HostWindow(rows), 0, slots)
 
 
 def test_the_arena_holds_the_pages_and_behind_them_the_metadata() -> None:
@@ -139,8 +141,8 @@ def test_a_room_that_cannot_be_is_not_written(room: int) -> None:
 def test_slots_and_views_out_of_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match=r"slot 3 is not in \[0, 3\)"):
         table().read(3)
-    with pytest.raises(ValueError, match="the view has 10 bytes"):
-        MetadataTable(memoryview(bytearray(10)), 0, 1)
+    with pytest.raises(ValueError, match="the window has 10 bytes"):
+        MetadataTable(HostWindow(memoryview(bytearray(10))), 0, 1)
     with pytest.raises(ValueError, match="token -1"):
         table().write(0, MetadataRow(token=-1, room=1))
 
