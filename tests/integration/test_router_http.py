@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from pdcluster_protocol.ids import Role
-from support.canned import DEADLINE_SECONDS, Leg, World, answer, world
+from support.canned import DEADLINE_SECONDS, Leg, World, answer, hang_up, stream_then, world
 
 BODY = b'{"prompt":"hello","seed":1}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -123,6 +123,30 @@ async def test_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connecti
         text = await client.rest()
         assert text.startswith(b"data: {")
         assert text.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_that_broke_ends_its_connection_properly(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, connected(here) as client:
+        here.decode.behaviour = stream_then(events=1, end=hang_up)
+        client.send(post(b'{"prompt":"hello","stream":true}') + GET)
+
+        await client.head()
+        rest = await client.rest()
+        # The last chunk is there, and the next request is not answered on this connection.
+        assert rest.endswith(b"\r\n0\r\n\r\n")
+        assert b"EngineDied" in rest
+
+
+async def test_http_1_0_is_kept_alive_for_plain_answers_only(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, connected(here) as client:
+        old = b"POST /v1/completions HTTP/1.0\r\nconnection: keep-alive\r\n"
+        client.send(post(head=old))
+        status, headers, _ = await client.answer()
+        assert (200, "keep-alive") == (status, headers["connection"])
+
+        client.send(post(b'{"prompt":"hello","stream":true}', head=old))
+        assert "close" == (await client.head())[1]["connection"]
+        assert (await client.rest()).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_stream_to_http_1_1_is_chunked_and_the_connection_stays(tmp_path: Path) -> None:

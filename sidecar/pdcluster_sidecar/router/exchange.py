@@ -16,6 +16,7 @@ from pdcluster_sidecar.router.replies import (
 )
 
 CLOSE: Final[Headers] = ((b"connection", b"close"),)
+KEEP_ALIVE: Final[Headers] = ((b"connection", b"keep-alive"),)
 
 
 class Way(Protocol):
@@ -94,7 +95,7 @@ class Exchange:
         self, status: int, body: bytes, *, headers: Headers = (), content_type: bytes = JSON
     ) -> None:
         """Send the whole answer."""
-        headers = (*self.identity, *headers, *(() if self.keep_alive else CLOSE))
+        headers = (*self.identity, *headers, *self._persistence())
         framing = b"content-length: %d\r\n" % len(body)
         first = head(status, headers, content_type=content_type, framing=framing)
         self._connection.write(first if self.method == "HEAD" else first + body)
@@ -105,7 +106,7 @@ class Exchange:
         self._streams = True
         if not self.modern:
             self.keep_alive = False
-        headers = (*self.identity, *(() if self.keep_alive else CLOSE))
+        headers = (*self.identity, *self._persistence())
         framing = b"cache-control: no-cache\r\n"
         if self.modern:
             framing += b"transfer-encoding: chunked\r\n"
@@ -135,6 +136,12 @@ class Exchange:
     def drop(self) -> None:
         """Close the client's connection at once."""
         self._connection.abort()
+
+    def _persistence(self) -> Headers:
+        """What each version does not take for granted."""
+        if not self.keep_alive:
+            return CLOSE
+        return () if self.modern else KEEP_ALIVE
 
     def _end(self) -> None:
         self.ended = True

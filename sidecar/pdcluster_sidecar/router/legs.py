@@ -221,6 +221,11 @@ class LegPool:
         self._idle: dict[RankAddress, list[LegConnection]] = {}
         self._connecting: set[asyncio.Task[None]] = set()
 
+    @property
+    def idle_count(self) -> int:
+        """Connections that wait for a leg."""
+        return sum(map(len, self._idle.values()))
+
     def post(self, address: RankAddress, path: str, body: bytes, listener: LegListener) -> Leg:
         """Send a leg now, or as soon as a connection stands."""
         leg = Leg(listener)
