@@ -10,6 +10,7 @@ check their invariants after every event and end loudly when one does not hold.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import socket
@@ -306,7 +307,7 @@ async def _exchange(
 ) -> tuple[int, bytes]:
     async with (
         aiohttp.ClientSession(timeout=TIMEOUT) as session,
-        session.request(method, url, data=body or None, headers=headers) as answer,
+        session.request(method, url, data=io.BytesIO(body), headers=headers) as answer,
     ):
         return answer.status, await answer.read()
 
