@@ -16,7 +16,7 @@ from bench.phases import Steps, Watch, medians
 MODELS = ("tiny-glm", "tiny-llama")
 PROMPT_TOKENS = (64, 1000)
 OUTPUT_TOKENS = 64
-PAIRS = 21
+PAIRS = 31
 WARM_UPS = 3
 FIRST_TOKEN_MS_MAX = 30.0
 PER_TOKEN_RATIO_MAX = 1.1
@@ -54,11 +54,13 @@ def _measure(report: Report, cluster: Cluster, model: str, tokens: int) -> None:
     report.title(f"latency: {what}, {PAIRS} times alone and as a pair in turn")
     _table(report, runs)
     _phases(report, runs)
-    more = [run.pair.first_token - run.alone.first_token for run in runs]
+    alone = [run.alone.first_token for run in runs]
+    pair = [run.pair.first_token for run in runs]
     ratio = median([run.pair.per_token / run.alone.per_token for run in runs])
     for percent in (50, 95):
-        figure = 1000 * percentile(more, percent)
-        name = f"{what}: first token later, p{percent}"
+        # A disturbance hits one of the two ways; percentiles of differences would count it twice.
+        figure = 1000 * (percentile(pair, percent) - percentile(alone, percent))
+        name = f"{what}: first token, p{percent} of pair less that of alone"
         report.limit(name, figure, limit=FIRST_TOKEN_MS_MAX, unit="ms")
     report.limit(
         f"{what}: time per token, p50 of ratios", ratio, limit=PER_TOKEN_RATIO_MAX, unit="times"

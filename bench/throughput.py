@@ -19,35 +19,52 @@ PARALLEL = 16
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 64
 ROUNDS = 5
+WARM_UPS = 1
 
 
 def run(report: Report) -> None:
     """Rounds of equal requests, one way after the other."""
     with running(MODEL) as cluster, ThreadPoolExecutor(PARALLEL) as pool:
-        report.title(
-            f"throughput: {MODEL}, {PARALLEL} at once, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens"
-        )
-        _round(cluster.spec.endpoint, pool, seed=0)
-        _round(cluster.engine("decode"), pool, seed=0)
-        alone, pair, cpu = [], [], []
-        for number in range(1, ROUNDS + 1):
-            alone.append(_round(cluster.engine("decode"), pool, seed=number))
-            before = _cpu(cluster)
-            pair.append(_round(cluster.spec.endpoint, pool, seed=number))
-            cpu.append({name: after - before[name] for name, after in _cpu(cluster).items()})
-        report.table(
-            ("", "requests/s p50", "tokens/s p50"),
-            [
-                (name, f"{rate:.1f}", f"{rate * OUTPUT_TOKENS:.0f}")
-                for name, rate in (("alone", median(alone)), ("pair", median(pair)))
-            ],
-        )
-        ratio = median([two / one for one, two in zip(alone, pair, strict=True)])
-        report.line(f"  pair against one process: {ratio:.2f} times the requests/s (p50 of ratios)")
-        report.line("  CPU of a round of the pair, ms a request:")
-        for name in cpu[0]:
-            spent = median([sample[name] for sample in cpu]) * 1000 / PARALLEL
-            report.line(f"    {name}: {spent:.1f}")
+        ways = {"alone": cluster.engine("decode"), "pair": cluster.spec.endpoint}
+        rates: dict[str, list[float]] = {way: [] for way in ways}
+        cpu: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for number in range(WARM_UPS + ROUNDS):
+            for way, url in ways.items():
+                before = _cpu(cluster)
+                rate = _round(url, pool, seed=number)
+                after = _cpu(cluster)
+                if number >= WARM_UPS:
+                    rates[way].append(rate)
+                    cpu[way].append({name: after[name] - before[name] for name in after})
+    _show(report, rates, cpu)
+
+
+def _show(
+    report: Report, rates: dict[str, list[float]], cpu: dict[str, list[dict[str, float]]]
+) -> None:
+    report.title(
+        f"throughput: {MODEL}, {PARALLEL} at once, {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens"
+    )
+    report.table(
+        ("", "requests/s p50", "tokens/s p50"),
+        [
+            (way, f"{median(rate):.1f}", f"{median(rate) * OUTPUT_TOKENS:.0f}")
+            for way, rate in rates.items()
+        ],
+    )
+    ratio = median([two / one for one, two in zip(rates["alone"], rates["pair"], strict=True)])
+    report.line(f"  pair against one process: {ratio:.2f} times the requests/s (p50 of ratios)\n")
+    report.table(
+        ("CPU ms a request, p50", *cpu),
+        [
+            (name, *(_per_request(samples, name) for samples in cpu.values()))
+            for name in cpu["pair"][0]
+        ],
+    )
+
+
+def _per_request(samples: list[dict[str, float]], name: str) -> str:
+    return f"{median([sample[name] for sample in samples]) * 1000 / PARALLEL:.1f}"
 
 
 def _round(url: str, pool: ThreadPoolExecutor, *, seed: int) -> float:
