@@ -108,6 +108,10 @@ class Child:
         """Kill the process if it lives, reap it, and release the descriptors."""
         self._popen.kill()
         self._popen.wait(REAP_SECONDS)
+        self.release()
+
+    def release(self) -> None:
+        """Release the descriptors; the process sees the end of its channel."""
         self.channel.close()
         os.close(self._stderr_fd)
         os.close(self._pidfd)

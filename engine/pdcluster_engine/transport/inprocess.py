@@ -161,9 +161,13 @@ class AdapterThread:
         return "its thread ended without a word"
 
     def close(self) -> None:
-        """See `Life`; a thread that hangs in the library keeps what it uses."""
+        """See `Life`."""
         self.kill()
         self._thread.join(CLOSE_SECONDS)
+        self.release()
+
+    def release(self) -> None:
+        """See `Life`; a thread that hangs in the library keeps the descriptors that it uses."""
         self.channel.close()
         os.close(self._stderr_fd)
         os.close(self._stderr_end)

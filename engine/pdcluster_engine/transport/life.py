@@ -49,7 +49,10 @@ class Life(Protocol):
         """How it ended."""
 
     def close(self) -> None:
-        """End it if it lives, and release every descriptor."""
+        """End it if it lives, wait for that a few seconds, and release every descriptor."""
+
+    def release(self) -> None:
+        """Release the descriptors of one that ended, or that nobody waits for any longer."""
 
 
 BeginLife = Callable[[int], Life]

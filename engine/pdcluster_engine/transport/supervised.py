@@ -148,6 +148,7 @@ class SupervisedTransport:
             case State.STARTING | State.READY:
                 self._fence_asked = True
                 self._end("")
+                self._arm()
             case State.ENDING:
                 self._fence_asked = True
             case State.WAITING | State.FAILED:
@@ -279,7 +280,7 @@ class SupervisedTransport:
         """It does not end, so nothing is proven; whoever hears `final` ends this process."""
         for fd in (child.stderr_fd, child.end_fd):
             self._forget(fd)
-        # Its descriptors stay open: it may still use them.
+        child.release()
         self._child = None
         self._held.clear()
         self._outstanding.clear()
