@@ -84,9 +84,8 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
     bare = prefill_node(setup) if config.role is Role.PREFILL else decode_node(setup)
     node: Node = CheckedNode(bare) if config.check_invariants else bare
     inbox = Inbox()
-    gate = None
-    if device.type == "cuda":
-        gate = FinalityGate(record_on(device), inbox.post_when_room)
+    record = record_on(device)
+    gate = None if record is None else FinalityGate(record, inbox.post_when_room)
     compute = ModelThread(
         model.runner,
         model.tokenizer,

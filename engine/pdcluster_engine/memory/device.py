@@ -64,8 +64,10 @@ def device_memory_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[1])
 
 
-def record_on(device: torch.device) -> Record:
-    """Marks in the stream on which the calling thread computes."""
+def record_on(device: torch.device) -> Record | None:
+    """Marks in the stream on which the calling thread computes; None where nothing is queued."""
+    if device.type != "cuda":
+        return None
 
     def record() -> Mark:
         mark: Mark = torch.cuda.current_stream(device).record_event()
