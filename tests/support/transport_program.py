@@ -21,8 +21,8 @@ from pdcluster_engine.transport.linux import map_shared, view
 from pdcluster_engine.transport.mooncake import Settings
 from pdcluster_engine.transport.port import DigestRequest, WriteRequest
 from pdcluster_protocol.errors import TransportError
+from support.ports import RANGE
 
-PORTS = 24
 ARENA_ADDRESS = 0x2000_0000_0000
 
 
@@ -34,7 +34,7 @@ class Program:
         os.ftruncate(fd, nbytes)
         address = map_shared(fd, nbytes, address=ARENA_ADDRESS)
         self.bytes = view(address, nbytes)
-        settings = Settings(host=host, port_min=port_min, port_max=port_min + PORTS - 1)
+        settings = Settings(host=host, port_min=port_min, port_max=port_min + RANGE - 1)
         memory = ArenaMemory(address=address, nbytes=nbytes, window=HostWindow(self.bytes))
         self.transport = InProcessTransport(settings, memory)
         self._operations = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import select
 import subprocess
@@ -15,12 +14,10 @@ from typing import Any
 
 import msgspec
 
-from support.transport_program import PORTS
+from support.ports import transfer_ports
 
 WAIT_SECONDS = 30.0
 ROOT = Path(__file__).parents[2]
-
-_port_ranges = itertools.cycle(range(17000, 17400, PORTS))
 
 
 class RemoteSide:
@@ -81,7 +78,7 @@ def remote_side(host: str, *, nbytes: int = 16 << 20) -> Iterator[RemoteSide]:
             "-m",
             "support.transport_program",
             host,
-            str(next(_port_ranges)),
+            str(transfer_ports()["transport_port_min"]),
             str(nbytes),
         ],
         stdin=subprocess.PIPE,
