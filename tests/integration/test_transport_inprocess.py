@@ -14,15 +14,21 @@ SENDER, RECEIVER = "127.64.2.1", "127.64.2.2"
 KIB, MIB = 1 << 10, 1 << 20
 
 
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where both arenas lie; on a machine with one GPU both processes share it."""
+    return str(request.param)
+
+
 @pytest.fixture
-def sender() -> Iterator[RemoteSide]:
-    with remote_side(SENDER) as side:
+def sender(device: str) -> Iterator[RemoteSide]:
+    with remote_side(SENDER, device=device) as side:
         yield side
 
 
 @pytest.fixture
-def receiver() -> Iterator[RemoteSide]:
-    with remote_side(RECEIVER) as side:
+def receiver(device: str) -> Iterator[RemoteSide]:
+    with remote_side(RECEIVER, device=device) as side:
         yield side
 
 
@@ -97,7 +103,7 @@ def test_bytes_outside_either_arena_are_refused_and_nothing_lands(
 
 
 def test_a_killed_peer_fails_the_writes_to_it_and_another_peer_is_served(
-    sender: RemoteSide, receiver: RemoteSide
+    sender: RemoteSide, receiver: RemoteSide, device: str
 ) -> None:
     sender.wait("Ready")
     flood(sender, receiver.wait("Ready"), count=64)
@@ -106,7 +112,7 @@ def test_a_killed_peer_fails_the_writes_to_it_and_another_peer_is_served(
     completed = sender.wait_completed(63)
     assert not completed[-1]["ok"]
     assert "-1" in completed[-1]["detail"]
-    with remote_side("127.64.2.3") as third:
+    with remote_side("127.64.2.3", device=device) as third:
         flood(sender, third.wait("Ready"), count=1)
         assert sender.wait("Completed")["ok"]
 

@@ -1,6 +1,6 @@
 """A transport inside a process of its own, driven over its standard streams.
 
-    python -m support.transport_program HOST PORT_MIN NBYTES
+    python -m support.transport_program HOST PORT_MIN NBYTES host|cuda
 
 Commands and answers are lines of JSON. Events of the transport come as they occur.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from pdcluster_engine.memory.window import ArenaMemory, HostWindow
+from pdcluster_engine.memory.window import ArenaMemory, ByteWindow, HostWindow
 from pdcluster_engine.transport.inprocess import InProcessTransport
 from pdcluster_engine.transport.linux import map_shared, view
 from pdcluster_engine.transport.mooncake import Settings
@@ -29,13 +29,9 @@ ARENA_ADDRESS = 0x2000_0000_0000
 class Program:
     """One arena, one transport, one loop."""
 
-    def __init__(self, host: str, port_min: int, nbytes: int) -> None:
-        fd = os.memfd_create("arena", os.MFD_CLOEXEC)
-        os.ftruncate(fd, nbytes)
-        address = map_shared(fd, nbytes, address=ARENA_ADDRESS)
-        self.bytes = view(address, nbytes)
+    def __init__(self, host: str, port_min: int, nbytes: int, device: str) -> None:
+        memory, self.window = host_memory(nbytes) if device == "host" else gpu_memory(nbytes)
         settings = Settings(host=host, port_min=port_min, port_max=port_min + RANGE - 1)
-        memory = ArenaMemory(address=address, nbytes=nbytes, window=HostWindow(self.bytes))
         self.transport = InProcessTransport(settings, memory)
         self._operations = 0
 
@@ -67,13 +63,12 @@ class Program:
             case "digest":
                 self._submit(DigestRequest(**command))
             case "fill":
-                self.bytes[:] = random.Random(command["seed"]).randbytes(len(self.bytes))
+                self.window.write(0, random.Random(command["seed"]).randbytes(self.window.nbytes))
                 say(event="Filled")
             case "fence":
                 self.transport.fence()
             case "look":
-                window = HostWindow(self.bytes)
-                say(event="Seen", digest=window.digest(0, len(self.bytes)))
+                say(event="Seen", digest=self.window.digest(0, self.window.nbytes))
 
     def write(self, target: str, source: int, address: int, nbytes: int, count: int = 1) -> None:
         """`count` equal writes; each gets the next operation number."""
@@ -90,6 +85,25 @@ class Program:
             say(event="Refused", detail=error.detail)
 
 
+def host_memory(nbytes: int) -> tuple[ArenaMemory, ByteWindow]:
+    """Memory for the transport, and a window on it for the test."""
+    fd = os.memfd_create("arena", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    window = HostWindow(view(map_shared(fd, nbytes, address=ARENA_ADDRESS), nbytes))
+    return ArenaMemory(address=ARENA_ADDRESS, nbytes=nbytes, window=window), window
+
+
+def gpu_memory(nbytes: int) -> tuple[ArenaMemory, ByteWindow]:
+    """The same on the first GPU, which this program alone needs torch for."""
+    import torch
+
+    from pdcluster_engine.memory.device import DeviceArena, require_device
+
+    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=require_device("cuda"))
+    arena = DeviceArena(tensor, metadata_offset=nbytes)
+    return arena.memory(), arena.window
+
+
 def event_fields(event: Any) -> dict[str, Any]:
     return {name: getattr(event, name) for name in event.__struct_fields__}
 
@@ -99,6 +113,6 @@ def say(**fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    Program(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])).run()
+    Program(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]).run()
     # Leaving without unwinding, as the engine does.
     os._exit(0)

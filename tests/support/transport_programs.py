@@ -68,7 +68,7 @@ class RemoteSide:
 
 
 @contextmanager
-def remote_side(host: str, *, nbytes: int = 16 << 20) -> Iterator[RemoteSide]:
+def remote_side(host: str, *, device: str = "host", nbytes: int = 16 << 20) -> Iterator[RemoteSide]:
     """Start a process and end it, whatever it is doing."""
     roots = ("protocol", "engine", "tests")
     popen = subprocess.Popen(
@@ -80,6 +80,7 @@ def remote_side(host: str, *, nbytes: int = 16 << 20) -> Iterator[RemoteSide]:
             host,
             str(transfer_ports()["transport_port_min"]),
             str(nbytes),
+            device,
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
