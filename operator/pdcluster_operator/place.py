@@ -76,7 +76,8 @@ def place_locally(plan: Plan, place: Place) -> Plan:
         for number, pod in enumerate(plan.pods, start=1)
     )
     routers = tuple(
-        _router(router, ordinal, pods, place) for ordinal, router in enumerate(plan.routers)
+        _router(router, ordinal, pods, place, shared=len(plan.routers) > 1)
+        for ordinal, router in enumerate(plan.routers)
     )
     return msgspec.structs.replace(plan, pods=pods, routers=routers)
 
@@ -112,7 +113,7 @@ def _engine(
 
 
 def _router(
-    router: RouterConfig, ordinal: int, pods: Sequence[PodPlan], place: Place
+    router: RouterConfig, ordinal: int, pods: Sequence[PodPlan], place: Place, *, shared: bool
 ) -> RouterConfig:
     members = tuple(
         Member(
@@ -130,6 +131,7 @@ def _router(
         host="127.0.0.1",
         port=place.router_port,
         admin_port=place.admin_port + ordinal,
+        port_shared=shared,
         keys_folder=str(PurePosixPath(place.run_folder) / "keys"),
         members=members,
     )

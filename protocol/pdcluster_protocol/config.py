@@ -122,6 +122,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     host: str = "127.0.0.1"
     port: int = ROUTER_HTTP_PORT
     admin_port: int = ROUTER_HTTP_PORT + 1
+    port_shared: bool = False
+    """Several router processes listen on `port` and the kernel spreads connections over them."""
     keys_folder: str
     served_name: str
     max_context: int

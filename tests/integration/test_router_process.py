@@ -196,6 +196,30 @@ async def test_a_busy_port_is_named(tmp_path: Path, name: str) -> None:
     assert f"{name} is {port}" in err
 
 
+async def test_two_processes_share_a_port_only_when_both_are_told_to(
+    tmp_path: Path, workers: list[CannedWorker]
+) -> None:
+    host = fresh_host()
+    for name in ("first", "second", "alone"):
+        (tmp_path / name).mkdir()
+    first = write_config(tmp_path / "first", workers, host=host, port_shared=True)
+    second = write_config(
+        tmp_path / "second", workers, host=host, port_shared=True, admin_port=8002
+    )
+    alone = write_config(tmp_path / "alone", workers, host=host, admin_port=8003)
+    async with running(first) as (one, url), running(second) as (other, _):
+        code, _, err = await finished("--config", str(alone))
+        assert (2, True) == (code, "port is 8000" in err)
+        one.kill()
+        await one.wait()
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url + "/v1/completions", json={"prompt": "hi"}) as answer,
+        ):
+            assert 200 == answer.status
+        assert other.returncode is None
+
+
 async def test_it_does_not_outlive_a_parent_that_is_gone(tmp_path: Path) -> None:
     file = write_config(tmp_path, [])
     code, _, err = await finished("--config", str(file), PDCLUSTER_PARENT_PID="1")

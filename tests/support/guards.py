@@ -133,7 +133,7 @@ def text_files(root: Path) -> Iterator[Path]:
     """Everything a person wrote; the top level and the folders, without environments and caches."""
     folders = (*COMPONENTS, "tests", "bench", "tools", "docs", "changes", "examples", ".ci")
     for path in sorted(root.iterdir()):
-        if path.is_file() and path.name != "LICENSE":
+        if path.is_file() and path.name not in {"LICENSE", ".coverage"}:
             yield path
     for folder in folders:
         for path in sorted((root / folder).rglob("*")):

@@ -126,7 +126,12 @@ class Router:
         config = self._config
         try:
             self._listener = await loop.create_server(
-                lambda: ClientConnection(self._server), config.host, config.port, backlog=BACKLOG
+                lambda: ClientConnection(self._server),
+                config.host,
+                config.port,
+                backlog=BACKLOG,
+                # Never unasked: a second cluster on a taken port must be an error, not half of it.
+                reuse_port=config.port_shared or None,
             )
         except OSError as error:
             raise _cannot_listen("port", config.host, config.port, error) from error

@@ -206,6 +206,8 @@ def test_placing_tells_each_router_its_members_and_an_admin_port() -> None:
     placed = place_locally(planned(router={"replicas": 2}), PLACE)
 
     assert [(8100, 8200), (8100, 8201)] == [(r.port, r.admin_port) for r in placed.routers]
+    assert all(router.port_shared for router in placed.routers)
+    assert not place_locally(planned(), PLACE).routers[0].port_shared
     assert [("local-prefill-0", "127.64.7.1", 8998), ("local-decode-0", "127.64.7.2", 8998)] == [
         (member.instance, member.host, member.sidecar_port) for member in placed.routers[0].members
     ]
