@@ -120,7 +120,7 @@ def test_top_logprobs_are_those_of_generate(cluster: PairCluster, sixteen: Sixte
         else:
             for step, seen in zip(wanted, answer.tops, strict=True):
                 for (one, _), (other, _) in zip(step, seen, strict=True):
-                    assert math.isclose(one, other, abs_tol=1e-3), length
+                    assert math.isclose(one, other, abs_tol=1e-4), length
 
 
 def test_page_numbers_differ_between_the_sides_and_do_not_follow_each_other(

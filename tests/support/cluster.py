@@ -62,7 +62,7 @@ class Ended(msgspec.Struct, frozen=True):
         """Exactly one end: well, or with an error that names its reason and its leg."""
         if self.error is None:
             return self.done and self.ends == 1
-        named = self.error["message"] and self.error["code"] and self.error["leg"]
+        named = self.error["message"] and self.error["code"] and self.error.get("leg")
         return bool(named) and not self.done and self.ends == 1
 
 
