@@ -61,7 +61,7 @@ log = structlog.get_logger()
 
 
 class Node(Protocol):
-    """What `PrefillNode` and `DecodeNode` have in common."""
+    """What the loop needs of a prefill or decode node."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What to do about an event; a peer's fault never raises."""

@@ -47,7 +47,7 @@ from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTr
 
 
 class DecodeRooms:
-    """The table of decode rooms; `nodes.DecodeNode` routes events here."""
+    """The table of decode rooms; a decode `nodes.Node` routes events here."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

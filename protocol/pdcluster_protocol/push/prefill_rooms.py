@@ -51,7 +51,7 @@ TIMEOUTS: Final[dict[Clock, tuple[Reason, str]]] = {
 
 
 class PrefillRooms:
-    """The table of prefill rooms; `nodes.PrefillNode` routes events here."""
+    """The table of prefill rooms; a prefill `nodes.Node` routes events here."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
