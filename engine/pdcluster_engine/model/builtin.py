@@ -88,7 +88,8 @@ def tiny_glm() -> PreTrainedModel:
         initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=END_ID,
-        pad_token_id=PAD_ID,
+        # Naming the padding token would zero its embedding, and with it all of its index scores.
+        pad_token_id=None,
     )
     return _seeded(GlmMoeDsaForCausalLM, config)
 

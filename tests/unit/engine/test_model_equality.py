@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from pdcluster_engine.model.builtin import INDEX_TOPK
+from pdcluster_engine.model.builtin import INDEX_TOPK, VOCAB_SIZE
 from pdcluster_engine.model.port import DecodeRow
 from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, prompt
 
@@ -180,8 +180,9 @@ def test_the_indexer_of_tiny_glm_selects_without_ties(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.Tensor, "topk", counting)
     model = PagedModel("tiny-glm")
-    for seed in range(3):
-        model.prefill(model.take(300), prompt(300, seed=seed), chunk=300)
+    of_every_token = [*range(VOCAB_SIZE), *prompt(300 - VOCAB_SIZE, seed=2)]
+    for ids in (prompt(300, seed=0), prompt(300, seed=1), of_every_token):
+        model.prefill(model.take(300), ids, chunk=300)
     assert 2 * 3 * (300 - INDEX_TOPK) == selections
     assert 0 == ties
 
