@@ -36,7 +36,7 @@ class Telemetry:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.kv_bytes = Counter(
             "pdcluster_kv_bytes",
-            "Bytes whose write was confirmed: KV rows, metadata rows, repeats.",
+            "Bytes whose write was confirmed: KV rows, metadata rows; and those written again.",
             ["kind"],
             registry=registry,
         )

@@ -88,11 +88,11 @@ class AloneRooms:
         self._ledger.advance(ALONE, room, AloneTrigger.ADMITTED, f"{len(grant.pages)} pages")
         self._ledger.emit(StartAlone(room.key, grant.pages))
 
-    def cancel(self, key: Key, reason: Reason, detail: str) -> None:
-        """The client left, or a clock ran out."""
+    def cancel(self, key: Key, reason: Reason, detail: str) -> bool:
+        """The client left, or a clock ran out; whether there is such a request."""
         room = self.rooms.get(key)
         if room is None or room.state is AloneState.STOPPING:
-            return
+            return room is not None
         ledger = self._ledger
         ledger.queue.remove(key)
         ledger.stop_clocks(key)
@@ -102,6 +102,7 @@ class AloneRooms:
             self._close(room)
         else:
             ledger.emit(StopCompute(key))
+        return True
 
     def finished(self, key: Key) -> None:
         """The last token is out."""

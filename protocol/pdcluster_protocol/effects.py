@@ -124,10 +124,10 @@ class Count(msgspec.Struct, frozen=True):
 
 
 class CountBytes(msgspec.Struct, frozen=True):
-    """Bytes whose write was confirmed: KV rows, metadata rows and repeats are counted apart."""
+    """Bytes whose write was confirmed, once per run, and apart from them those written again."""
 
     kind: str
-    """`kv`, `metadata` or `repeat`."""
+    """`kv` or `metadata`; `repeat`: the write before this one was lost."""
     nbytes: int
 
 

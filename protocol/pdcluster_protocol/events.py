@@ -1,6 +1,7 @@
 """Inputs of the nodes: what happened. Past tense, frozen.
 
-The engine's owner thread makes them and gives each to `Node.handle` with the time. Peer input arrives as `MessageArrived`; it may be anything and never raises.
+The engine's owner thread makes them and gives each to `Node.handle` with the time. Peer input
+arrives as `MessageArrived`; it may be anything and never raises.
 """
 
 from __future__ import annotations

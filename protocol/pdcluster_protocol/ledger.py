@@ -103,6 +103,8 @@ class Ledger:
         self.address: RankAddress | None = None
         self.session: str | None = None
         self.base_address = 0
+        self.mapping = 0
+        """How often the transport has mapped our memory; peers tell old addresses by it."""
         self.draining: Reason | None = None
         self.fencing = False
         """A fence was asked for and the new session is not there yet."""

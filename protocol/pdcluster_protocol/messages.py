@@ -73,6 +73,8 @@ class RegisterKVArgs(msgspec.Struct, frozen=True, tag="PD_KVARGS"):
     layout_digest: str = ""
     page_count: int = 0
     slot_count: int = 0
+    mapping: int = 0
+    """Counts how often decode's memory was mapped: a registration of an earlier one is stale."""
 
 
 class TransferMetadata(msgspec.Struct, frozen=True, tag="PD_METADATA"):
@@ -93,6 +95,8 @@ class TransferMetadata(msgspec.Struct, frozen=True, tag="PD_METADATA"):
     prompt_digest: str = ""
     epoch: int = 0
     """Counts reservations of decode's pool: a run of an earlier epoch is stale."""
+    mapping: int = 0
+    """The registration that these page numbers belong to."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, tag="PD_BOOTSTRAP"):

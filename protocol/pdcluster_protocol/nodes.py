@@ -34,7 +34,7 @@ from pdcluster_protocol.events import (
 from pdcluster_protocol.fencing import Fencing
 from pdcluster_protocol.ids import Key
 from pdcluster_protocol.ledger import Clock, Ledger, NodeSetup
-from pdcluster_protocol.messages import Load, NodeMessage, PeerState
+from pdcluster_protocol.messages import KVPoll, Load, NodeMessage, PeerState
 from pdcluster_protocol.pages import page_runs
 from pdcluster_protocol.push.decode_rooms import DecodeRooms
 from pdcluster_protocol.push.prefill_rooms import PrefillRooms
@@ -58,8 +58,8 @@ class Side(Protocol):
     def leg_arrived(self, leg: LegArrived) -> None:
         """A leg that the node has let in."""
 
-    def cancel(self, key: Key, reason: Reason, detail: str) -> None:
-        """End a room from its HTTP side; unknown keys are ignored."""
+    def cancel(self, key: Key, reason: Reason, detail: str) -> bool:
+        """End a room from its HTTP side; whether there is such a room."""
 
     def message(self, message: NodeMessage, incarnation: str) -> None:
         """A peer's message."""
@@ -212,8 +212,7 @@ class Node:
             case LegArrived():
                 self._leg(event)
             case LegCancelled():
-                self.side.cancel(event.key, event.reason, event.detail)
-                self.alone.cancel(event.key, event.reason, event.detail)
+                self._cancel(event)
             case MessageArrived():
                 self.side.message(event.message, event.incarnation)
             case DecodeFinished():
@@ -238,6 +237,7 @@ class Node:
                 ledger.draining = event.reason
             case TransportReady():
                 ledger.session, ledger.base_address = event.session, event.base_address
+                ledger.mapping += 1
                 ledger.fencing = False
                 self.side.transport_ready()
             case TransportLost():
@@ -248,6 +248,14 @@ class Node:
                     self.side.peer_died(event.incarnation, event.detail)
             case _:
                 self.side.local(event)
+
+    def _cancel(self, cancel: LegCancelled) -> None:
+        key, ledger = cancel.key, self.ledger
+        known = self.side.cancel(key, cancel.reason, cancel.detail)
+        known = known or self.alone.cancel(key, cancel.reason, cancel.detail)
+        if not known and ledger.tombstone(key) is None:
+            # It has overtaken its leg, which must find it when it comes.
+            ledger.bury(key, KVPoll.FAILED, reason=cancel.reason)
 
     def _leg(self, leg: LegArrived) -> None:
         refusal = self._refusal(leg)

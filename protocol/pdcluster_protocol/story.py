@@ -44,12 +44,6 @@ class Stories:
                 self._by_key.popitem(last=False)
         story.append(transition)
 
-    def rename(self, before: Key, after: Key) -> None:
-        """Continue a story under the key that is now known to be the right one."""
-        story = self._by_key.pop(before, None)
-        if story is not None:
-            self._by_key[after] = story
-
     def of(self, key: Key) -> tuple[Transition, ...]:
         """The story of a key, oldest step first."""
         return tuple(self._by_key.get(key, ()))

@@ -55,6 +55,7 @@ def registrations(draw: st.DrawFn) -> RegisterKVArgs:
         draw(nested(u32)),
         layout_digest=draw(texts),
         page_count=draw(u63),
+        mapping=draw(u63),
     )
 
 
@@ -76,6 +77,7 @@ def metadata(draw: st.DrawFn) -> TransferMetadata:
         prompt_tokens=draw(u63),
         prompt_digest=draw(texts),
         epoch=draw(u63),
+        mapping=draw(u63),
     )
 
 

@@ -21,7 +21,6 @@ LAYOUT = KVLayout(
     ),
 )
 METADATA_ROWS = (64, 128)
-STRAY = "stray"
 
 
 @dataclass(frozen=True)

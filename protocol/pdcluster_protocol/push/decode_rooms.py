@@ -110,17 +110,17 @@ class DecodeRooms:
     def leg_arrived(self, leg: LegArrived) -> None:
         """A leg whose room, size and attempt were checked by the node."""
         ledger = self._ledger
-        assert leg.bootstrap is not None
         room = DecodeRoom(leg)
         self.rooms[leg.key.room] = room
         ledger.set_clock(Clock.BOOTSTRAP, room.key, ledger.setup.timeouts.bootstrap_seconds)
         self._resolve(room)
 
-    def cancel(self, key: Key, reason: Reason, detail: str) -> None:
+    def cancel(self, key: Key, reason: Reason, detail: str) -> bool:
         """The leg's HTTP side gave up."""
         room = self._room(key)
         if room is not None:
             self._ends.fail(room, reason, detail)
+        return room is not None
 
     def peer_resolved(self, event: PeerResolved) -> None:
         """Who the prefill instance is; every room that asked goes on or ends."""
@@ -389,12 +389,12 @@ class DecodeRooms:
 
     def _answer_late(self, room: DecodeRoom | None, status: Status) -> None:
         """A status that changes nothing here is still answered, or prefill repeats it."""
-        buried = self._ledger.tombstone(status.key)
+        final, reason = KVPoll.FAILED, ""
         if room is not None:
             final = KVPoll.SUCCESS if room.state is ReceiverState.RUNNING else KVPoll.FAILED
-        else:
-            final = KVPoll(buried.status) if buried is not None else KVPoll.FAILED
+            reason = room.cause
+        elif (buried := self._ledger.tombstone(status.key)) is not None:
+            final, reason = KVPoll(buried.status), buried.reason
         self._ledger.count("status_late")
         if status.reply_to is not None:
-            reason = buried.reason if buried is not None else ""
             self._ledger.send(status.reply_to, Concluded(status.key, final, reason))

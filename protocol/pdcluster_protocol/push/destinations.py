@@ -29,6 +29,11 @@ class Destination(msgspec.Struct, frozen=True):
     """Absolute address of slot 0 per metadata buffer."""
     page_count: int
     slot_count: int
+    mapping: int = 0
+
+    def follows(self, earlier: Destination) -> bool:
+        """Whether the same process has mapped its memory anew since `earlier`."""
+        return self.incarnation == earlier.incarnation and self.mapping > earlier.mapping
 
 
 def register_kv_args(
@@ -103,4 +108,5 @@ def require_destination(
         buffer_bases=args.aux_pointers,
         page_count=args.page_count,
         slot_count=args.slot_count,
+        mapping=args.mapping,
     )

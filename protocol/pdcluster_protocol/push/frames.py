@@ -191,6 +191,7 @@ def _decode_registration(content: Sequence[bytes], trailer: Trailer | None) -> R
         layout_digest=extra.text("layout_digest"),
         page_count=extra.number("page_count"),
         slot_count=extra.number("slot_count"),
+        mapping=extra.number("mapping"),
     )
 
 
@@ -232,6 +233,7 @@ def _decode_metadata(content: Sequence[bytes], trailer: Trailer | None) -> Trans
         prompt_tokens=extra.number("prompt_tokens"),
         prompt_digest=extra.text("prompt_digest"),
         epoch=extra.number("epoch"),
+        mapping=extra.number("mapping"),
     )
 
 
@@ -320,9 +322,9 @@ def _extra(message: Message) -> dict[str, bool | int | str]:
     names: tuple[str, ...]
     match message:
         case RegisterKVArgs():
-            names = ("layout_digest", "page_count", "slot_count")
+            names = ("layout_digest", "page_count", "slot_count", "mapping")
         case TransferMetadata():
-            names = ("prompt_tokens", "prompt_digest", "epoch")
+            names = ("prompt_tokens", "prompt_digest", "epoch", "mapping")
         case Status():
             names = ("runs", "drained", "prompt_tokens", "prompt_digest", "reason", "detail")
             if message.reply_to is not None:

@@ -1,9 +1,11 @@
 """How a leg and decode's metadata find each other, and whether they belong together.
 
-Registrations are kept per transport session. Metadata that comes before its leg waits in a bounded
-table that forgets by a deadline of its own: a network message never makes a room. What does not fit
-together (layout, token ids, page numbers outside the registered memory) is a `Refusal`, found
-before the first byte is written.
+Of each decode rank the newest registration is kept, and metadata is taken only together with the
+registration it was sent with: messages overtake each other, and a restarted decode may have its old
+name and port but other memory. Metadata that comes before its leg waits in a bounded table that
+forgets by a deadline of its own: a network message never makes a room. What does not fit together
+(layout, token ids, page numbers outside the registered memory) is a `Refusal`, found before the
+first byte is written.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import msgspec
 
 from pdcluster_protocol.errors import LayoutMismatch, Reason
 from pdcluster_protocol.events import LegArrived
-from pdcluster_protocol.ids import Key
+from pdcluster_protocol.ids import Key, RankAddress
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.messages import RegisterKVArgs, TransferMetadata
 from pdcluster_protocol.push.delivery import Delivery
@@ -30,14 +32,22 @@ class Refusal(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Registered(msgspec.Struct, frozen=True):
+    """The newest registration of one decode rank."""
+
+    session: str
+    mapping: int
+    destination: Destination | LayoutMismatch
+
+
 class Pairing:
     """Registrations and early metadata of one prefill rank."""
 
-    __slots__ = ("_destinations", "_early", "_ledger")
+    __slots__ = ("_early", "_ledger", "_registered")
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._destinations: dict[str, Destination | LayoutMismatch] = {}
+        self._registered: dict[tuple[str, RankAddress], Registered] = {}
         self._early: dict[Key, dict[str, tuple[TransferMetadata, str]]] = {}
 
     @property
@@ -46,24 +56,35 @@ class Pairing:
         return len(self._early)
 
     def register(self, args: RegisterKVArgs, incarnation: str) -> None:
-        """Keep where a decode rank's memory lies; a repeated registration replaces the earlier."""
+        """Keep where a decode rank's memory lies, unless a later registration came before."""
         setup = self._ledger.setup
-        known = self._destinations
-        if len(known) >= setup.limits.peers_max and args.session not in known:
-            known.pop(next(iter(known)))
+        name = (incarnation, args.reply_to)
+        known = self._registered.get(name)
+        if known is not None and known.mapping > args.mapping:
+            self._ledger.count("registration_stale")
+            return
+        if known is None and len(self._registered) >= setup.limits.peers_max:
+            self._registered.pop(next(iter(self._registered)))
+        destination: Destination | LayoutMismatch
         try:
-            known[args.session] = require_destination(
+            destination = require_destination(
                 setup.layout,
                 buffer_count=len(setup.metadata_buffers),
                 args=args,
                 incarnation=incarnation,
             )
         except LayoutMismatch as mismatch:
-            known[args.session] = mismatch
+            destination = mismatch
+        self._registered[name] = Registered(args.session, args.mapping, destination)
 
-    def destination(self, session: str) -> Destination | LayoutMismatch | None:
-        """What is registered under a transport session."""
-        return self._destinations.get(session)
+    def destination(
+        self, metadata: TransferMetadata, incarnation: str
+    ) -> Destination | LayoutMismatch | None:
+        """The memory that the metadata speaks of; None when another or none is registered."""
+        known = self._registered.get((incarnation, metadata.reply_to))
+        if known is None or known.mapping != metadata.mapping or known.session != metadata.session:
+            return None
+        return known.destination
 
     def wait(self, metadata: TransferMetadata, incarnation: str) -> bool:
         """Keep metadata until its leg comes; False when the table is full."""
@@ -104,9 +125,8 @@ class Pairing:
 
     def forget_incarnation(self, incarnation: str) -> None:
         """A decode instance is gone: its registrations and metadata go too."""
-        for session, known in list(self._destinations.items()):
-            if isinstance(known, Destination) and known.incarnation == incarnation:
-                del self._destinations[session]
+        for name in [name for name in self._registered if name[0] == incarnation]:
+            del self._registered[name]
         for key, waiting in list(self._early.items()):
             if any(sender == incarnation for _, sender in waiting.values()):
                 self.forget(key)

@@ -15,7 +15,6 @@ class PrefillRoom:
 
     __slots__ = (
         "ack_targets",
-        "arrived_at",
         "cause",
         "computing",
         "deliveries",
@@ -29,12 +28,11 @@ class PrefillRoom:
         "wire_key",
     )
 
-    def __init__(self, leg: LegArrived, now: float, repeat_seconds: float) -> None:
+    def __init__(self, leg: LegArrived, repeat_seconds: float) -> None:
         self.leg = leg
         self.key = leg.key
         self.wire_key: Key | None = leg.key if leg.attempt_known else None
         self.state = SENDER.initial
-        self.arrived_at = now
         self.cause = ""
         """Why it failed first; its tombstone says so to those who ask late."""
         self.deliveries: dict[RankAddress, Delivery] = {}

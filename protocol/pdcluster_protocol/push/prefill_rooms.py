@@ -113,31 +113,33 @@ class PrefillRooms:
         """A leg whose room, size and attempt were checked by the node."""
         ledger = self._ledger
         limits, timeouts = ledger.setup.limits, ledger.setup.timeouts
-        room = PrefillRoom(leg, ledger.now, limits.retransmit_seconds_min)
+        room = PrefillRoom(leg, limits.retransmit_seconds_min)
         self.rooms[leg.key.room] = room
         ledger.set_clock(Clock.BOOTSTRAP, room.key, timeouts.bootstrap_seconds)
         budget = leg.budget_seconds or timeouts.bootstrap_seconds + timeouts.transfer_seconds
         ledger.set_clock(Clock.TOTAL, room.key, budget)
         for metadata, incarnation in self.pairing.take(leg.key, attempt_known=leg.attempt_known):
-            self._pair(room, metadata, incarnation)
+            if room.wire_key in (None, metadata.key):
+                self._pair(room, metadata, incarnation)
 
-    def cancel(self, key: Key, reason: Reason, detail: str) -> None:
-        """The leg's HTTP side gave up."""
+    def cancel(self, key: Key, reason: Reason, detail: str) -> bool:
+        """The leg's HTTP side gave up; decode's metadata comes again and hears of it."""
         room = self._room(key)
-        if room is not None:
-            self._ends.fail(room, reason, detail)
+        if room is None:
+            self.pairing.forget(key)
+            return False
+        self._ends.fail(room, reason, detail)
+        return True
 
     # --- decode's messages ---
 
     def metadata_arrived(self, metadata: TransferMetadata, incarnation: str) -> None:
         """Decode's pages are reserved and locked; these are their numbers."""
         ledger, key = self._ledger, metadata.key
-        room = self.rooms.get(key.room)
-        if room is not None and room.wire_key in (None, key):
+        room, buried = self.rooms.get(key.room), ledger.tombstone(key)
+        if buried is None and room is not None and room.wire_key in (None, key):
             self._pair(room, metadata, incarnation)
-            return
-        buried = ledger.tombstone(key)
-        if buried is not None or ledger.is_stale(key):
+        elif buried is not None or ledger.is_stale(key):
             ledger.count("metadata_late")
             if buried is None or buried.status != KVPoll.SUCCESS:
                 reason = buried.reason if buried else Reason.STALE_ATTEMPT
@@ -317,10 +319,10 @@ class PrefillRooms:
 
     def _pair(self, room: PrefillRoom, metadata: TransferMetadata, incarnation: str) -> None:
         ledger = self._ledger
-        destination = self.pairing.destination(metadata.session)
+        destination = self.pairing.destination(metadata, incarnation)
         if destination is None:
-            # The registration was lost on the way; decode repeats both until we accept.
-            ledger.count("metadata_before_registration")
+            # The registration is lost or late, or this is; decode repeats both until we accept.
+            ledger.count("metadata_without_registration")
             return
         if room.wire_key is None:
             room.wire_key = metadata.key
@@ -328,7 +330,7 @@ class PrefillRooms:
             ledger.send(metadata.reply_to, Accepted(metadata.key, ledger.setup.rank))
         known = room.deliveries.get(metadata.reply_to)
         if known is not None:
-            if isinstance(destination, Destination) and known.destination != destination:
+            if isinstance(destination, Destination) and destination.follows(known.destination):
                 self._retarget(room, known, destination)
         elif room.state is SenderState.BOOTSTRAPPING:
             self._match(room, metadata, destination, incarnation)

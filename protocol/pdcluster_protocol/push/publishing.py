@@ -74,6 +74,7 @@ class Publishing:
             prompt_tokens=room.leg.prompt_tokens,
             prompt_digest=room.leg.prompt_digest,
             epoch=room.epoch,
+            mapping=self._ledger.mapping,
         )
 
     def _register(self, rank: RankCard, session: str, reply_to: RankAddress) -> None:
@@ -94,6 +95,7 @@ class Publishing:
                     kv_item_lengths=(),
                     decode_tp_rank=setup.coordinate.tp,
                     decode_tp_size=setup.parallel.attention_tp,
+                    mapping=self._ledger.mapping,
                 ),
             ),
         )

@@ -6,7 +6,7 @@ that become final meanwhile join into longer runs.
 
 from __future__ import annotations
 
-from pdcluster_protocol.effects import Write
+from pdcluster_protocol.effects import CountBytes, Write
 from pdcluster_protocol.ids import Key, RankAddress
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.messages import KVPoll, RunsLanded, Status
@@ -46,11 +46,13 @@ class Writing:
         """Write final rows up to the window, and announce what has landed."""
         window = self._ledger.setup.limits.writes_in_flight_per_peer
         while self._ledger.session is not None and len(delivery.outstanding) < window:
-            planned = delivery.again.pop() if delivery.again else None
-            if planned is None and delivery.planner is not None:
-                planned = delivery.planner.next()
-            if planned is None:
+            if delivery.again:
+                planned = delivery.again.pop()
+                self._ledger.emit(CountBytes("repeat", planned.nbytes))
+            elif delivery.planner is None or (fresh := delivery.planner.next()) is None:
                 break
+            else:
+                planned = fresh
             self._write(room, delivery, planned)
         if not delivery.outstanding or len(delivery.fresh) >= ANNOUNCE_BATCH:
             self.announce(room, delivery, everything=False)

@@ -28,7 +28,7 @@ def buried_reason(ledger: Ledger) -> str:
 
 def test_prefill_buries_the_first_cause_after_the_model_has_let_go() -> None:
     ledger = joined_ledger()
-    room = PrefillRoom(LEG, 0.0, 0.2)
+    room = PrefillRoom(LEG, 0.2)
     room.state, room.computing = SenderState.COMPUTING, True
     ends = PrefillEnds(ledger, {1: room}, Farewells(ledger))
     ends.fail(room, Reason.STALLED, "no byte")
@@ -42,7 +42,7 @@ def test_prefill_buries_the_first_cause_after_the_model_has_let_go() -> None:
 
 def test_prefill_buries_the_cause_of_a_failure_before_anything_was_started() -> None:
     ledger = joined_ledger()
-    room = PrefillRoom(LEG, 0.0, 0.2)
+    room = PrefillRoom(LEG, 0.2)
     PrefillEnds(ledger, {1: room}, Farewells(ledger)).fail(room, Reason.BOOTSTRAP_TIMEOUT, "")
 
     assert Reason.BOOTSTRAP_TIMEOUT == buried_reason(ledger)

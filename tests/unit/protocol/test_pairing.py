@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdcluster_protocol.effects import Count
 from pdcluster_protocol.errors import LayoutMismatch, Reason
 from pdcluster_protocol.events import LegArrived
 from pdcluster_protocol.ids import Key
@@ -57,29 +58,42 @@ def pairing(ledger: Ledger) -> Pairing:
     return Pairing(ledger)
 
 
-def test_a_registration_is_kept_per_session_and_a_repeated_one_replaces_it(
-    pairing: Pairing,
-) -> None:
-    pairing.register(registration(), "i-1")
-    pairing.register(registration(), "i-2")
+def test_metadata_finds_exactly_the_registration_that_it_was_sent_with(pairing: Pairing) -> None:
+    pairing.register(registration(page_count=16), "i-1")
+    pairing.register(registration(page_count=9), "i-2")
 
-    known = pairing.destination("s")
+    found = [pairing.destination(METADATA, name) for name in ("i-1", "i-2")]
+    assert [16, 9] == [known.page_count for known in found if isinstance(known, Destination)]
+    assert pairing.destination(METADATA, "i-3") is None
+    assert pairing.destination(metadata(session="t"), "i-1") is None
+    assert pairing.destination(metadata(mapping=1), "i-1") is None
+    assert pairing.destination(metadata(reply_to=OTHER_PEER), "i-1") is None
+
+
+def test_a_registration_that_was_overtaken_by_a_later_one_is_stale(
+    ledger: Ledger, pairing: Pairing
+) -> None:
+    pairing.register(registration("new", mapping=2), "i")
+    pairing.register(registration("old", mapping=1), "i")
+
+    assert [Count("registration_stale")] == ledger.take_effects()
+    assert pairing.destination(metadata(session="old", mapping=1), "i") is None
+    known = pairing.destination(metadata(session="new", mapping=2), "i")
     assert isinstance(known, Destination)
-    assert "i-2" == known.incarnation
-    assert pairing.destination("t") is None
+    assert 2 == known.mapping
 
 
 def test_a_registration_of_another_layout_is_remembered_as_that(pairing: Pairing) -> None:
     pairing.register(registration(layout_digest="0" * 16), "i")
 
-    assert isinstance(pairing.destination("s"), LayoutMismatch)
+    assert isinstance(pairing.destination(METADATA, "i"), LayoutMismatch)
 
 
 def test_registrations_are_bounded_and_the_oldest_goes_first(pairing: Pairing) -> None:
-    for session in ("a", "b", "a", "c"):
-        pairing.register(registration(session), "i")
+    for incarnation in ("a", "b", "a", "c"):
+        pairing.register(registration(), incarnation)
 
-    known = [pairing.destination(session) is not None for session in "abc"]
+    known = [pairing.destination(METADATA, incarnation) is not None for incarnation in "abc"]
     assert [False, True, True] == known
 
 
@@ -138,14 +152,16 @@ def test_what_waits_is_bounded_in_rooms_and_in_peers_a_room(
 def test_a_dead_instance_takes_its_registrations_and_metadata_along(
     ledger: Ledger, pairing: Pairing
 ) -> None:
-    pairing.register(registration("a"), "dead")
-    pairing.register(registration("b"), "alive")
+    pairing.register(registration(), "dead")
+    pairing.register(registration(layout_digest="0" * 16, reply_to=OTHER_PEER), "dead")
+    pairing.register(registration(), "alive")
     pairing.wait(metadata(key=key(1)), "dead")
     pairing.wait(metadata(key=key(2)), "alive")
     pairing.forget_incarnation("dead")
 
-    assert pairing.destination("a") is None
-    assert pairing.destination("b") is not None
+    assert pairing.destination(METADATA, "dead") is None
+    assert pairing.destination(metadata(reply_to=OTHER_PEER), "dead") is None
+    assert pairing.destination(METADATA, "alive") is not None
     assert 1 == pairing.early_count
     assert [(Clock.EARLY, key(2))] == ledger.deadlines.due(300.0)
 

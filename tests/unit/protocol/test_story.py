@@ -31,17 +31,6 @@ def test_the_oldest_key_goes_first() -> None:
     assert [key(2), key(3)] == [kept for kept, _ in stories.all()]
 
 
-def test_a_story_goes_on_under_its_new_key() -> None:
-    stories = Stories(keys_max=2, length_max=4)
-    stories.add(key(1), step("a"))
-    stories.rename(key(1), key(2))
-    stories.add(key(2), step("b"))
-    stories.rename(key(9), key(1))
-
-    assert ["a", "b"] == triggers(stories, 2)
-    assert [] == triggers(stories, 1)
-
-
 def test_a_step_reads_like_a_sentence() -> None:
     assert "lamp: Off --press--> On" == str(step("press"))
     with_detail = Transition(0.0, "lamp", "Off", "press", "On", "at night")

@@ -34,7 +34,7 @@ class Bench:
         )
         self.writing = Writing(self.ledger)
         leg = LegArrived(key(), "rid", 46, "digest", 1, PEER)
-        self.room = PrefillRoom(leg, 0.0, 0.2)
+        self.room = PrefillRoom(leg, 0.2)
         self.room.slot = 3
         planner = RunPlanner(
             LAYOUT, prompt_tokens=46, sources=SOURCES, targets=TARGETS, bytes_max=1 << 20

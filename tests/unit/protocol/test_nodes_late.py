@@ -1,0 +1,204 @@
+"""Messages that come late or in another order, at a whole node: nothing old undoes what is new."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdcluster_protocol import invariants
+from pdcluster_protocol.effects import ConcludeLeg, Effect, VerifyRun, Write
+from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.events import (
+    ComputeStopped,
+    Event,
+    Joined,
+    LegArrived,
+    LegCancelled,
+    MessageArrived,
+    OperationDone,
+    PeerResolved,
+    RowsWritten,
+    TransportReady,
+)
+from pdcluster_protocol.ids import Key
+from pdcluster_protocol.messages import (
+    Abort,
+    AbortAck,
+    Concluded,
+    InstanceCard,
+    KVPoll,
+    NodeMessage,
+    RankCard,
+    RegisterKVArgs,
+    Run,
+    RunsLanded,
+    Status,
+    TransferMetadata,
+)
+from pdcluster_protocol.nodes import Node, decode_node, prefill_node
+from pdcluster_protocol.push.destinations import register_kv_args
+from pdcluster_protocol.push.pairing import page_bytes
+from pdcluster_protocol.topology import RankCoordinate
+from support.ledgers import BUFFERS, HERE, LAYOUT, PEER, key, node_setup, sent
+
+LEG = LegArrived(key(), "rid", 10, "digest", 4, PEER)
+METADATA = TransferMetadata(
+    key(), PEER, "s", page_bytes((5, 3, 9)), 1, prompt_tokens=10, prompt_digest="digest", epoch=7
+)
+
+
+def tell(node: Node, event: Event) -> list[Effect]:
+    effects = node.handle(event, 1.0)
+    invariants.check(node)
+    return effects
+
+
+def hear(node: Node, message: NodeMessage, incarnation: str = "i") -> list[Effect]:
+    return tell(node, MessageArrived(message, incarnation))
+
+
+def joined(node: Node) -> Node:
+    tell(node, Joined("ours", HERE))
+    tell(node, TransportReady("ours:1", 0))
+    return node
+
+
+def registration(mapping: int, *, pages: int = 16) -> RegisterKVArgs:
+    return register_kv_args(
+        LAYOUT,
+        base_address=mapping << 32,
+        page_count=pages,
+        slot_count=4,
+        metadata_buffers=BUFFERS,
+        template=RegisterKVArgs(PEER, "s", (), (), (), mapping=mapping),
+    )
+
+
+def metadata(mapping: int) -> TransferMetadata:
+    return msgspec.structs.replace(METADATA, mapping=mapping)
+
+
+def mappings_written(effects: list[Effect]) -> set[int]:
+    return {e.destination_address >> 32 for e in effects if isinstance(e, Write)}
+
+
+def acks(effects: list[Effect]) -> list[NodeMessage]:
+    return [message for _, message in sent(effects) if isinstance(message, AbortAck)]
+
+
+def computing_prefill(mapping: int) -> Node:
+    """A prefill node that has a leg and page numbers and whose first page is final."""
+    node = joined(prefill_node(node_setup()))
+    hear(node, registration(mapping))
+    tell(node, LEG)
+    hear(node, metadata(mapping))
+    return node
+
+
+def test_page_numbers_of_an_earlier_mapping_do_not_turn_writes_back() -> None:
+    node = computing_prefill(2)
+    first = tell(node, RowsWritten(key(), 0, 0, 4))
+    late = [*hear(node, registration(1)), *hear(node, metadata(1))]
+
+    assert {2} == mappings_written(first)
+    assert set() == mappings_written(late)
+    assert {2} == mappings_written(tell(node, RowsWritten(key(), 0, 4, 8)))
+
+
+def test_no_proof_is_given_while_a_write_to_the_present_mapping_is_under_way() -> None:
+    node = computing_prefill(2)
+    (write,) = [e for e in tell(node, RowsWritten(key(), 0, 0, 4)) if isinstance(e, Write)]
+    hear(node, registration(1))
+    hear(node, metadata(1))
+    tell(node, LegCancelled(key(), Reason.CLIENT_GONE))
+    early = [*hear(node, Abort(key(), PEER, 1)), *tell(node, ComputeStopped(key()))]
+    ended = tell(node, OperationDone(write.operation, ok=True))
+
+    assert [] == acks(early)
+    assert [AbortAck(key(), 0, 1, drained=True)] == acks(ended)
+
+
+def test_a_later_mapping_is_written_to_at_once() -> None:
+    node = computing_prefill(1)
+    tell(node, RowsWritten(key(), 0, 0, 4))
+    moved = [*hear(node, registration(2)), *hear(node, metadata(2))]
+
+    assert {2} == mappings_written(moved)
+
+
+def test_a_restarted_decode_under_its_old_name_is_not_measured_by_its_old_memory() -> None:
+    node = joined(prefill_node(node_setup()))
+    hear(node, registration(1, pages=4), "before")
+    tell(node, LEG)
+    hear(node, metadata(1), "after")
+    assert [LEG.key] == [view.key for view in node.views()]
+    hear(node, registration(1, pages=16), "after")
+    hear(node, metadata(1), "after")
+
+    assert ["Computing"] == [view.state for view in node.views()]
+
+
+def test_page_numbers_of_an_aborted_key_are_never_written_to() -> None:
+    node = joined(prefill_node(node_setup()))
+    hear(node, registration(1))
+    tell(node, msgspec.structs.replace(LEG, key=Key(1, 0), attempt_known=False))
+    acked = hear(node, Abort(key(), PEER, 3))
+    late = hear(node, metadata(1))
+
+    assert [AbortAck(key(), 0, 3)] == [message for _, message in sent(acked)]
+    assert [(KVPoll.FAILED, Reason.ABORTED)] == [
+        (m.status, m.reason) for _, m in sent(late) if isinstance(m, Status)
+    ]
+    assert ["Bootstrapping"] == [view.state for view in node.views()]
+
+
+def test_a_cancel_that_overtakes_its_leg_is_found_by_it() -> None:
+    for make in (prefill_node, decode_node):
+        node = joined(make(node_setup()))
+        assert [] == tell(node, LegCancelled(key(), Reason.CLIENT_GONE))
+        (end,) = tell(node, LEG)
+
+        assert isinstance(end, ConcludeLeg)
+        assert (key(), Reason.ABORTED) == (end.key, end.reason)
+        invariants.check_idle(node)
+
+
+def test_a_cancel_of_a_running_or_concluded_key_leaves_no_second_mark() -> None:
+    node = joined(prefill_node(node_setup()))
+    tell(node, LEG)
+    tell(node, LegCancelled(key(), Reason.CLIENT_GONE))
+    before = node.ledger.tombstone(key())
+    tell(node, LegCancelled(key(), Reason.ABORTED))
+
+    assert before is node.ledger.tombstone(key())
+
+
+def test_prefill_hears_the_first_cause_of_a_room_that_still_drains() -> None:
+    node = joined(decode_node(node_setup()))
+    tell(node, LEG)
+    tell(node, PeerResolved(PEER, _card()))
+    (page, *_) = node.ledger.pool.pages_of(key())
+    (verify,) = [
+        effect
+        for effect in hear(node, RunsLanded(key(), 0, 1, (Run(0, 0, page, 1, 24, digest=5),)), "p")
+        if isinstance(effect, VerifyRun)
+    ]
+    tell(node, OperationDone(verify.operation, ok=True, digest=6))
+    answered = hear(node, Status(key(), KVPoll.SUCCESS, 0, runs=1, reply_to=PEER), "p")
+
+    assert [Concluded(key(), KVPoll.FAILED, Reason.CHECKSUM_MISMATCH)] == [
+        message for _, message in sent(answered)
+    ]
+
+
+def _card() -> InstanceCard:
+    return InstanceCard(
+        cluster="c",
+        instance="p-0",
+        role="prefill",
+        incarnation="p",
+        session="s",
+        http=PEER,
+        ranks=(RankCard(RankCoordinate(), PEER, 30000),),
+        layout=LAYOUT,
+        ready=True,
+    )
