@@ -1,8 +1,10 @@
 """The fields that make a request one leg of a pair (SGLang's names, and our `pd_` ones).
 
 One body may carry several sequences: `bootstrap_host`, `bootstrap_port` and `bootstrap_room` are
-then lists with one entry per sequence, or single values; from a single room, sequence i gets
-room + i. Both legs read the same fields, so both derive the same rooms.
+then lists with one entry per sequence or per prompt, or single values. Sequences that share a room
+number count on from it: from a single room, sequence i gets room + i; from one per prompt, as
+SGLang's routers send them also with an `n`, sample s gets room + s. Both legs read the same fields,
+so both derive the same rooms.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class LegFields(msgspec.Struct, frozen=True, kw_only=True):
         return any(room is not None for room in self.rooms)
 
 
-def parse_leg(fields: Fields, *, sequence_count: int) -> LegFields | None:
+def parse_leg(fields: Fields, *, prompt_count: int, samples: int) -> LegFields | None:
     """The leg's fields, or None when the request names none of them.
 
     Raises:
@@ -60,20 +62,26 @@ def parse_leg(fields: Fields, *, sequence_count: int) -> LegFields | None:
     """
     if not any(fields.has(name) for name in LEG_NAMES):
         return None
-    hosts = _spread(fields, "bootstrap_host", one=str, many=list[str | None], count=sequence_count)
+    count = prompt_count * samples
+    lengths = {prompt_count, count}
+    hosts = _spread(
+        _entries(fields, "bootstrap_host", one=str, many=list[str | None], lengths=lengths), count
+    )
     if not all(host is None or 1 <= len(host) <= HOST_CHARACTERS_MAX for host in hosts):
         raise fields.refusal("bootstrap_host", f"have 1 to {HOST_CHARACTERS_MAX} characters")
-    ports = _spread(fields, "bootstrap_port", one=int, many=list[int | None], count=sequence_count)
+    ports = _spread(
+        _entries(fields, "bootstrap_port", one=int, many=list[int | None], lengths=lengths), count
+    )
     if not all(port is None or PORTS.holds(port) for port in ports):
         raise fields.refusal("bootstrap_port", f"be {PORTS.words}")
     attempt = fields.integer("pd_attempt", ATTEMPTS)
-    if attempt is not None and sequence_count > 1:
+    if attempt is not None and count > 1:
         raise fields.refusal("pd_attempt", "be absent when a body carries several sequences")
     rank_name = "routed_dp_rank" if fields.has("routed_dp_rank") else "data_parallel_rank"
     return LegFields(
         hosts=hosts,
         ports=ports,
-        rooms=_rooms(fields, hosts),
+        rooms=_rooms(fields, hosts, lengths=lengths),
         routed_dp_rank=fields.integer(rank_name, RANKS),
         prefill_dp_rank=fields.integer("disagg_prefill_dp_rank", RANKS),
         attempt=attempt,
@@ -81,14 +89,16 @@ def parse_leg(fields: Fields, *, sequence_count: int) -> LegFields | None:
     )
 
 
-def _rooms(fields: Fields, hosts: tuple[str | None, ...]) -> tuple[int | None, ...]:
+def _rooms(
+    fields: Fields, hosts: tuple[str | None, ...], *, lengths: set[int]
+) -> tuple[int | None, ...]:
     """One room per sequence, each in [1, 2^63 - 1]; None where the host says computed alone."""
     name = "bootstrap_room"
-    rooms = _spread(fields, name, one=int, many=list[int | None], count=len(hosts))
-    if fields.has(name) and fields.first_byte(name) != b"[":
-        rooms = tuple(room + index for index, room in enumerate(rooms) if room is not None)
+    firsts = _entries(fields, name, one=int, many=list[int | None], lengths=lengths)
+    sharing = len(hosts) // len(firsts)
     checked: list[int | None] = []
-    for host, room in zip(hosts, rooms, strict=True):
+    for index, (host, first) in enumerate(zip(hosts, _spread(firsts, len(hosts)), strict=True)):
+        room = None if first is None else first + index % sharing
         if host == COMPUTED_ALONE_HOST:
             checked.append(None)
             continue
@@ -102,16 +112,27 @@ def _rooms(fields: Fields, hosts: tuple[str | None, ...]) -> tuple[int | None, .
     return tuple(checked)
 
 
-def _spread(
-    fields: Fields, name: str, *, one: type[FieldT], many: type[list[FieldT | None]], count: int
+def _entries(
+    fields: Fields,
+    name: str,
+    *,
+    one: type[FieldT],
+    many: type[list[FieldT | None]],
+    lengths: set[int],
 ) -> tuple[FieldT | None, ...]:
-    """A single value repeated, or the entries of a list of exactly `count`."""
+    """A single value, or the entries of a list that has one of these lengths."""
     if not fields.has(name):
-        return (None,) * count
+        return (None,)
     must = f"be {'a string' if one is str else 'an integer'}, or a list with one per sequence"
     if fields.first_byte(name) != b"[":
-        return (fields.value(name, one, must),) * count
-    entries = fields.value(name, many, must)
-    if entries is None or len(entries) != count:
-        raise fields.refusal(name, f"have one entry per sequence: {count}")
+        return (fields.value(name, one, must),)
+    entries = fields.value(name, many, must) or []
+    if len(entries) not in lengths:
+        raise fields.refusal(name, f"have one entry per sequence: {max(lengths)}")
     return tuple(entries)
+
+
+def _spread(entries: tuple[FieldT | None, ...], count: int) -> tuple[FieldT | None, ...]:
+    """Each entry for as many sequences, one behind the other, that all `count` have one."""
+    sharing = count // len(entries)
+    return tuple(entry for entry in entries for _ in range(sharing))

@@ -16,6 +16,8 @@ from pdcluster_protocol.requests.sampling import (
 from pdcluster_protocol.requests.unsupported import refuse_unsupported
 
 RID_CHARACTERS_MAX = 256
+UNNAMED_MODEL = "unknown"
+"""What SGLang's routers write where a client named no model, as `/generate` knows none."""
 MAX_TOKENS_NAMES = {
     Api.COMPLETIONS: "max_tokens",
     Api.CHAT: "max_completion_tokens",
@@ -61,7 +63,7 @@ def parse_request(api: Api, body: bytes, limits: RequestLimits) -> ParsedRequest
         seed=parse_seed(sampled, fields),
         rids=_rids(fields, prompt_count=max(1, len(prompts))),
         sampling=parse_sampling(api, sampled, body=fields, limits=limits),
-        leg=parse_leg(fields, sequence_count=sequence_count),
+        leg=parse_leg(fields, prompt_count=max(1, len(prompts)), samples=n),
     )
 
 
@@ -97,7 +99,7 @@ def check_prompt_length(token_count: int, parsed: ParsedRequest, limits: Request
 
 def _model(fields: Fields, limits: RequestLimits) -> str:
     model = fields.string("model")
-    if model is not None and model != limits.served_name:
+    if model not in (None, UNNAMED_MODEL, limits.served_name):
         raise fields.refusal("model", f"be {limits.served_name}", reason=Reason.MODEL_NOT_FOUND)
     return limits.served_name
 

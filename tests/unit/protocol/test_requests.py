@@ -226,6 +226,14 @@ def test_the_model_must_be_the_served_one() -> None:
     assert "tiny" == complete(model="tiny").model
 
 
+@pytest.mark.parametrize("api", list(Api))
+def test_unknown_is_what_routers_of_others_call_no_model(api: Api) -> None:
+    own = {Api.COMPLETIONS: "prompt", Api.CHAT: "messages", Api.GENERATE: "text"}[api]
+    value = [{"role": "user", "content": "x"}] if api is Api.CHAT else "x"
+    body = json.dumps({"model": "unknown", own: value}).encode()
+    assert "tiny" == parse_request(api, body, LIMITS).model
+
+
 @pytest.mark.parametrize(
     "body",
     [

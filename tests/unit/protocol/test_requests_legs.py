@@ -52,6 +52,19 @@ def test_every_sequence_gets_its_own_room() -> None:
     assert (("h", "i"), (1, None), (7, 3)) == (listed.hosts, listed.ports, listed.rooms)
 
 
+def test_rooms_that_come_one_per_prompt_are_counted_on_for_its_samples() -> None:
+    leg = leg_of(
+        prompt=["a", "b"],
+        n=3,
+        bootstrap_host=["h", "i"],
+        bootstrap_port=[1, None],
+        bootstrap_room=[70, 30],
+    )
+    assert leg is not None
+    assert (70, 71, 72, 30, 31, 32) == leg.rooms
+    assert (("h",) * 3 + ("i",) * 3, (1,) * 3 + (None,) * 3) == (leg.hosts, leg.ports)
+
+
 def test_the_host_of_health_checks_is_computed_alone() -> None:
     leg = leg_of(bootstrap_host="2.2.2.2", bootstrap_room=0)
     assert leg is not None
