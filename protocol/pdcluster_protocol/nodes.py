@@ -85,8 +85,8 @@ class Side(Protocol):
     def views(self) -> Sequence[RoomView]:
         """Open rooms."""
 
-    def knows_room(self, room: int) -> bool:
-        """Whether a room with this number is open."""
+    def live_key(self, room: int) -> Key | None:
+        """The key of the open room with this number."""
 
     def writable_count(self) -> int:
         """Rooms whose pages a peer may be writing now: a fence would delay them."""
@@ -147,10 +147,6 @@ class Node:
     def open_keys(self) -> tuple[Key, ...]:
         """Rooms that are not concluded, for the snapshot to a restarted sidecar."""
         return tuple(room.key for room in self.side.views())
-
-    def knows_room(self, room: int) -> bool:
-        """Whether a room with this number is open."""
-        return self.side.knows_room(room)
 
     def story(self, key: Key) -> tuple[Transition, ...]:
         """What happened to this attempt."""
@@ -250,22 +246,29 @@ class Node:
                 self.side.local(event)
 
     def _cancel(self, cancel: LegCancelled) -> None:
-        key, ledger = cancel.key, self.ledger
-        known = self.side.cancel(key, cancel.reason, cancel.detail)
-        known = known or self.alone.cancel(key, cancel.reason, cancel.detail)
-        if not known and ledger.tombstone(key) is None:
+        key, reason, detail = cancel.key, cancel.reason, cancel.detail
+        known = self.side.cancel(key, reason, detail) or self.alone.cancel(key, reason, detail)
+        if not known and self.ledger.tombstone(key) is None:
             # It has overtaken its leg, which must find it when it comes.
-            ledger.bury(key, KVPoll.FAILED, reason=cancel.reason)
+            self.ledger.bury(key, KVPoll.FAILED, reason=reason)
 
     def _leg(self, leg: LegArrived) -> None:
         refusal = self._refusal(leg)
         if refusal is not None:
-            self.ledger.emit(ConcludeLeg(leg.key, *refusal))
+            self._refuse(leg, *refusal)
         elif leg.bootstrap is None:
             self.alone.leg_arrived(leg)
         else:
             self.ledger.saw_attempt(leg.key)
             self.side.leg_arrived(leg)
+
+    def _refuse(self, leg: LegArrived, reason: Reason, detail: str) -> None:
+        self.ledger.emit(ConcludeLeg(leg.key, reason, detail))
+        double = leg.bootstrap is None or leg.key == self.side.live_key(leg.key.room)
+        if leg.attempt_known and not double and reason is not Reason.OVERLOADED:
+            # Decode may wait for this leg, with no router left to end it: its metadata must find
+            # the cause. Under overload the table is needed for keys that wrote.
+            self._cancel(LegCancelled(leg.key, reason, detail))
 
     def _refusal(self, leg: LegArrived) -> tuple[Reason, str] | None:
         """Why a leg cannot be taken, found before anything is queued."""
@@ -284,7 +287,7 @@ class Node:
             return Reason.STALE_ATTEMPT, "the attempt is older than any that can be alive"
         if ledger.tombstone(leg.key) is not None:
             return Reason.ABORTED, "the request was cancelled before its leg arrived"
-        if self.knows_room(leg.key.room):
+        if self.side.live_key(leg.key.room) is not None:
             return Reason.ROOM_IN_USE, f"room {leg.key.room} is live here"
         return None
 

@@ -63,9 +63,10 @@ class DecodeRooms:
         """Open rooms."""
         return tuple(self.rooms.values())
 
-    def knows_room(self, room: int) -> bool:
-        """Whether a room with this number is open."""
-        return room in self.rooms
+    def live_key(self, room: int) -> Key | None:
+        """The key of the open room with this number."""
+        found = self.rooms.get(room)
+        return None if found is None else found.key
 
     def writable_count(self) -> int:
         """Rooms whose pages prefill may be writing now."""
@@ -309,9 +310,8 @@ class DecodeRooms:
     def transport_lost(self) -> None:
         """The mapping is gone, and with it every write that was under way: that is a fence."""
         self._verifications.clear()
-        fenced = self._ledger.pool.absolve_fenced()
         self._ledger.slots.absolve_fenced()
-        for key in fenced:
+        for key in self._ledger.pool.absolve_fenced():
             room = self._room(key)
             if room is not None and room.state is ReceiverState.DRAINING:
                 self._ends.proven(room, "fenced")

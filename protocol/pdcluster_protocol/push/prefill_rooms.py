@@ -67,9 +67,10 @@ class PrefillRooms:
         """Open rooms."""
         return tuple(self.rooms.values())
 
-    def knows_room(self, room: int) -> bool:
-        """Whether a room with this number is open."""
-        return room in self.rooms
+    def live_key(self, room: int) -> Key | None:
+        """The key of the open room with this number."""
+        found = self.rooms.get(room)
+        return None if found is None else found.key
 
     def writable_count(self) -> int:
         """Nobody writes into prefill's pages; what a fence delays are our own writes."""
@@ -112,8 +113,8 @@ class PrefillRooms:
     def leg_arrived(self, leg: LegArrived) -> None:
         """A leg whose room, size and attempt were checked by the node."""
         ledger = self._ledger
-        limits, timeouts = ledger.setup.limits, ledger.setup.timeouts
-        room = PrefillRoom(leg, limits.retransmit_seconds_min)
+        timeouts = ledger.setup.timeouts
+        room = PrefillRoom(leg, ledger.setup.limits.retransmit_seconds_min)
         self.rooms[leg.key.room] = room
         ledger.set_clock(Clock.BOOTSTRAP, room.key, timeouts.bootstrap_seconds)
         budget = leg.budget_seconds or timeouts.bootstrap_seconds + timeouts.transfer_seconds

@@ -9,6 +9,7 @@ from pdcluster_protocol.effects import ConcludeLeg, Effect, VerifyRun, Write
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.events import (
     ComputeStopped,
+    Drained,
     Event,
     Joined,
     LegArrived,
@@ -170,6 +171,29 @@ def test_a_cancel_of_a_running_or_concluded_key_leaves_no_second_mark() -> None:
     tell(node, LegCancelled(key(), Reason.ABORTED))
 
     assert before is node.ledger.tombstone(key())
+
+
+def test_decode_hears_why_prefill_refused_the_leg_that_it_waits_for() -> None:
+    for before in (True, False):
+        node = joined(prefill_node(node_setup()))
+        hear(node, registration(1))
+        if before:
+            hear(node, metadata(1))
+        tell(node, Drained())
+        tell(node, LEG)
+        statuses = [m for _, m in sent(hear(node, metadata(1))) if isinstance(m, Status)]
+
+        assert [(KVPoll.FAILED, Reason.SHUTTING_DOWN)] == [(m.status, m.reason) for m in statuses]
+
+
+def test_a_doubled_leg_ends_itself_and_not_the_room_that_lives() -> None:
+    node = computing_prefill(1)
+    (end,) = tell(node, LEG)
+
+    assert isinstance(end, ConcludeLeg)
+    assert Reason.ROOM_IN_USE == end.reason
+    assert ["Computing"] == [view.state for view in node.views()]
+    assert node.ledger.tombstone(key()) is None
 
 
 def test_prefill_hears_the_first_cause_of_a_room_that_still_drains() -> None:
