@@ -6,7 +6,7 @@ from aiohttp import web
 
 from pdcluster_protocol.authentication import HEADER, HttpVerifier, KeyRing
 from pdcluster_protocol.config import EngineConfig
-from pdcluster_protocol.errors import Unauthorized
+from pdcluster_protocol.errors import InvalidRequest, Unauthorized
 from pdcluster_protocol.requests import LegFields
 
 
@@ -23,10 +23,17 @@ class Door:
         """The body, and whether it was signed with the cluster's key.
 
         Raises:
+            InvalidRequest: the body cannot be decoded.
             Unauthorized: a signature is there and is wrong.
             web.HTTPRequestEntityTooLarge: the body is over the server's bound.
         """
-        body = await request.read()
+        try:
+            body = await request.read()
+        except web.RequestPayloadError as error:
+            raise InvalidRequest(
+                f"the body is not what its headers say ({' '.join(str(error).split())});"
+                " send it plain, without content-encoding"
+            ) from error
         header = request.headers.get(HEADER)
         if header is None or self._verifier is None:
             return body, False

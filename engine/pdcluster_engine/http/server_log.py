@@ -1,7 +1,8 @@
 """The HTTP library's complaints as our JSON lines.
 
-A malformed request is a client's fault and normal input: it is answered with 400 and not logged,
-or anybody could fill the log. A handler that failed is ours, with its traceback.
+A malformed request, in its head or in its body, is a client's fault and normal input: it is
+answered with 400 and not logged, or anybody could fill the log. A handler that failed is ours, with
+its traceback.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 
 import structlog
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 log = structlog.get_logger()
@@ -19,7 +21,7 @@ class ServerLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         fault = record.exc_info[1] if record.exc_info else None
-        if not isinstance(fault, HttpProcessingError):
+        if not isinstance(fault, (HttpProcessingError, web.RequestPayloadError)):
             log.error("http_failed", detail=record.getMessage(), exc_info=record.exc_info)
 
 

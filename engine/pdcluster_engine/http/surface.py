@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pdcluster_engine.http.compute import NANOSECONDS, Aliases
 from pdcluster_engine.http.door import Door
 from pdcluster_engine.http.exchange import Exchange
+from pdcluster_engine.http.loads import loads_answer, older_loads_answer, rank_load
 from pdcluster_engine.http.metrics import HttpMetrics
 from pdcluster_engine.http.refusals import JSON
 from pdcluster_engine.http.sequences import Sequence, mint_key
@@ -69,6 +70,7 @@ class Surface:
             web.get("/model_info", self.model_info),
             web.get("/get_model_info", self.model_info),
             web.get("/v1/loads", self.loads),
+            web.get("/get_load", self.older_loads),
             web.get("/metrics", self.metrics),
             web.post("/abort_request", self.abort_request),
         ]
@@ -151,7 +153,7 @@ class Surface:
                 "startup_time": self._started,
                 "version": VERSION,
                 "frontend": "pdcluster",
-                "internal_states": [self._load()],
+                "internal_states": [rank_load(config, load)],
                 "pd_instance": config.instance,
                 "pd_fingerprint": config.fingerprint,
             }
@@ -179,15 +181,15 @@ class Surface:
         )
 
     async def loads(self, _request: web.Request) -> web.Response:
+        load = self._engine.state().load
         return _json(
-            {
-                "timestamp": time.time_ns() / NANOSECONDS,
-                "version": VERSION,
-                "accelerator": "cpu",
-                "num_accelerators": 0,
-                "loads": [self._load()],
-            }
+            loads_answer(
+                self._config, load, version=VERSION, unix_seconds=time.time_ns() / NANOSECONDS
+            )
         )
+
+    async def older_loads(self, _request: web.Request) -> web.Response:
+        return _json(older_loads_answer(self._config, self._engine.state().load))
 
     async def metrics(self, _request: web.Request) -> web.Response:
         return web.Response(
@@ -221,24 +223,6 @@ class Surface:
             "owned_by": "pdcluster",
             "root": self._config.model_source,
             "max_model_len": self._config.max_context,
-        }
-
-    def _load(self) -> dict[str, Any]:
-        """One DP rank in SGLang's words."""
-        config, load = self._config, self._engine.state().load
-        total = load.pages_total * config.page_size
-        used = total - load.pages_free * config.page_size
-        return {
-            "dp_rank": config.dp_rank,
-            "num_running_reqs": load.running,
-            "num_waiting_reqs": load.queued,
-            "num_used_tokens": used,
-            "num_total_tokens": used,
-            "max_total_num_tokens": total,
-            "max_running_requests": config.sequences,
-            "token_usage": used / total if total else 0.0,
-            "rooms_open": load.rooms_open,
-            "pages_quarantined": load.pages_quarantined,
         }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from datetime import datetime
 
 import aiohttp
 import pytest
@@ -104,8 +105,10 @@ async def test_load_is_in_loads_and_in_every_answers_header(
     client: aiohttp.ClientSession,
 ) -> None:
     async with client.get("/v1/loads") as answer:
-        load = (await answer.json())["loads"][0]
+        shown = await answer.json()
         header = json.loads(answer.headers["x-pd-load"])
+    load = shown["loads"][0]
+    assert datetime.fromisoformat(shown["timestamp"]).tzinfo is not None
     assert (640, 2560, 3) == (
         load["num_used_tokens"],
         load["max_total_num_tokens"],
@@ -117,6 +120,14 @@ async def test_load_is_in_loads_and_in_every_answers_header(
         header["rooms_open"],
         header["queued"],
     )
+
+
+async def test_the_older_load_is_a_list_of_ranks_with_their_tokens(
+    client: aiohttp.ClientSession,
+) -> None:
+    async with client.get("/get_load") as answer:
+        [rank] = await answer.json()
+    assert (0, 640, 3) == (rank["dp_rank"], rank["num_tokens"], rank["num_waiting_reqs"])
 
 
 async def test_an_abort_ends_exactly_its_rid() -> None:
