@@ -10,7 +10,7 @@ from aiohttp import web
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
 from pdcluster_protocol.config import SidecarConfig
-from pdcluster_protocol.errors import PDClusterError, Unauthorized
+from pdcluster_protocol.errors import PDClusterError, Unauthorized, WireError
 from pdcluster_sidecar.ranks import Ranks
 from pdcluster_sidecar.relay import Relay
 from pdcluster_sidecar.routes import control, health, registry
@@ -72,6 +72,8 @@ class _Guard:
                 status=401,
                 text=f"{error.detail}; plain peers are taken only with security.interop: Allow",
             )
+        except web.RequestPayloadError as error:
+            return _error(WireError(f"the body is not what its headers say: {error}"))
         except PDClusterError as error:
             return _error(error)
 

@@ -21,6 +21,7 @@ from pdcluster_sidecar.heartbeat import beat
 from pdcluster_sidecar.link import LinkServer
 from pdcluster_sidecar.ranks import Ranks
 from pdcluster_sidecar.relay import Relay
+from pdcluster_sidecar.server_log import server_logger
 from pdcluster_sidecar.telemetry import Metrics
 
 CLOSE_SECONDS: Final = 1.0
@@ -57,7 +58,9 @@ class Sidecar:
             signer=signer,
             verifier=verifier,
         )
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=server_logger(), shutdown_timeout=CLOSE_SECONDS
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, or until a part of us fails.

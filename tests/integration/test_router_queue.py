@@ -190,6 +190,14 @@ async def test_the_admin_port_wants_a_signature(tmp_path: Path) -> None:
             async with session.get(here.admin_url + path) as response:
                 assert 401 == response.status
                 assert "Unauthorized" == (await response.json())["error"]["code"]
+        async with session.post(
+            here.admin_url + "/pd/v1/canary",
+            data=b"{}",
+            headers={"Content-Encoding": "gzip"},
+            compress=False,
+        ) as response:
+            assert 400 == response.status
+            assert "InvalidRequest" == (await response.json())["error"]["code"]
         async with session.get(here.admin_url + "/health") as response:
             assert 200 == response.status
         assert 404 == (await signed(here, "GET", "/nothing"))[0]

@@ -219,6 +219,31 @@ async def test_a_body_over_the_limit_is_413(sidecar: SidecarProcess) -> None:
     assert 413 == (await sidecar.call("PUT", "/route", body, signed=True))[0]
 
 
+@pytest.mark.parametrize(
+    "head",
+    [b"POST / HTTP/1.1\r\nContent-Length: -5\r\n", b"GET / HTTP/1.1\r\nX: " + b"a" * 9000 + b"\r\n"]
+    + [
+        b"POST %b HTTP/1.1\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\nx-pd-auth: a\r\n"
+        % path
+        for path in (b"/pd/v1/hello", b"/route")
+    ],
+)
+async def test_malformed_http_is_answered_and_not_logged(
+    sidecar: SidecarProcess, head: bytes
+) -> None:
+    before = sidecar.log.read_bytes()
+    host, port = sidecar.config.host, sidecar.config.http_port
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(head + b"Host: a\r\n\r\n{}")
+    answer = await asyncio.wait_for(reader.readline(), 5)
+    await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    await writer.wait_closed()
+
+    assert b" 400 " in answer
+    assert before == sidecar.log.read_bytes()
+
+
 async def test_a_rank_that_does_not_fit_is_told_why(sidecar: SidecarProcess) -> None:
     engine = FakeEngine(sidecar.config, fingerprint="g")
     answer = await engine.open()

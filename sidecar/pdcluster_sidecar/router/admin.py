@@ -66,6 +66,9 @@ class Admin:
                     request.headers.get(HEADER), request.method, request.raw_path, body
                 )
             return await handler(request)
+        except web.RequestPayloadError as error:
+            message = f"the body is not what its headers say: {error}"
+            return _failed(Failure.because(Reason.INVALID_REQUEST, message))
         except PDClusterError as error:
             return _failed(Failure.of(error))
         except web.HTTPException as error:

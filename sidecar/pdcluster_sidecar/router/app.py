@@ -30,6 +30,7 @@ from pdcluster_sidecar.router.running import Running
 from pdcluster_sidecar.router.sequence import Sequence, Surroundings
 from pdcluster_sidecar.router.serve import ClientConnection
 from pdcluster_sidecar.router.telemetry import Metrics
+from pdcluster_sidecar.server_log import server_logger
 
 DRAIN_SECONDS: Final = 1.0
 SWEEP_SECONDS: Final = 5.0
@@ -136,7 +137,11 @@ class Router:
         except OSError as error:
             raise _cannot_listen("port", config.host, config.port, error) from error
         self._runner = web.AppRunner(
-            self._admin.application(), access_log=None, handle_signals=False, shutdown_timeout=0.2
+            self._admin.application(),
+            access_log=None,
+            logger=server_logger(),
+            handle_signals=False,
+            shutdown_timeout=0.2,
         )
         await self._runner.setup()
         try:

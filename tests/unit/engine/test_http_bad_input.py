@@ -92,6 +92,19 @@ async def test_malformed_http_is_answered_and_not_logged(
     assert ("", "") == capfd.readouterr()
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/abort_request"])
+async def test_a_body_that_does_not_decode_is_refused_and_not_logged(
+    client: aiohttp.ClientSession, capfd: pytest.CaptureFixture[str], path: str
+) -> None:
+    # `compress=False`: the body is sent as it is, whatever the header claims.
+    headers = {"Content-Encoding": "gzip"}
+    async with client.post(path, data=completion(), headers=headers, compress=False) as answer:
+        error = (await answer.json())["error"]
+    assert (400, "InvalidRequest") == (answer.status, error["code"])
+    assert "without content-encoding" in error["message"]
+    assert ("", "") == capfd.readouterr()
+
+
 async def test_unknown_paths_and_methods_are_json_too(client: aiohttp.ClientSession) -> None:
     async with client.get("/v1/nothing") as answer:
         assert (404, "InvalidRequest") == (answer.status, (await answer.json())["error"]["code"])
