@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from functools import partial
 
 import msgspec
 
@@ -19,6 +20,7 @@ from pdcluster_protocol.requests import (
     ParsedRequest,
     RequestLimits,
     check_prompt_length,
+    encode_bounded,
 )
 
 INLINE_CHARACTERS_MAX = 4096
@@ -143,9 +145,13 @@ class SequenceFactory:
 
     def _encode(self, parsed: ParsedRequest) -> list[tuple[int, ...]]:
         if parsed.messages is not None:
-            return [tuple(self._codec.encode_chat(parsed.messages))]
+            text = self._codec.render_chat(parsed.messages)
+            encode = partial(self._codec.encode, add_special_tokens=False)
+            return [tuple(encode_bounded(text, encode, self._limits))]
         return [
-            tuple(self._codec.encode(prompt)) if isinstance(prompt, str) else prompt
+            tuple(encode_bounded(prompt, self._codec.encode, self._limits))
+            if isinstance(prompt, str)
+            else prompt
             for prompt in parsed.prompts
         ]
 

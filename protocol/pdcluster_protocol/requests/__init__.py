@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pdcluster_protocol.requests.legs import COMPUTED_ALONE_HOST, LegFields
 from pdcluster_protocol.requests.parsed import Api, ParsedRequest, RequestLimits, Sampling
-from pdcluster_protocol.requests.parsing import check_prompt_length, parse_request
+from pdcluster_protocol.requests.parsing import check_prompt_length, encode_bounded, parse_request
 
 __all__ = [
     "COMPUTED_ALONE_HOST",
@@ -23,5 +23,6 @@ __all__ = [
     "RequestLimits",
     "Sampling",
     "check_prompt_length",
+    "encode_bounded",
     "parse_request",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pdcluster_protocol.errors import InvalidRequest, Reason
 from pdcluster_protocol.requests.fields import Fields, decode_object
 from pdcluster_protocol.requests.legs import parse_leg
@@ -16,6 +18,10 @@ from pdcluster_protocol.requests.sampling import (
 from pdcluster_protocol.requests.unsupported import refuse_unsupported
 
 RID_CHARACTERS_MAX = 256
+CHARACTERS_PER_TOKEN = 2
+"""The first beginning of a long text that is encoded, for each token that would fit."""
+CUT_TOKENS = 64
+"""So many tokens at the end of a beginning may come out otherwise in the whole text."""
 UNNAMED_MODEL = "unknown"
 """What SGLang's routers write where a client named no model, as `/generate` knows none."""
 MAX_TOKENS_NAMES = {
@@ -65,6 +71,31 @@ def parse_request(api: Api, body: bytes, limits: RequestLimits) -> ParsedRequest
         sampling=parse_sampling(api, sampled, body=fields, limits=limits),
         leg=parse_leg(fields, prompt_count=max(1, len(prompts)), samples=n),
     )
+
+
+def encode_bounded(
+    text: str, encode: Callable[[str], list[int]], limits: RequestLimits
+) -> list[int]:
+    """The tokens of a text, for which one that is far too long is never encoded as a whole.
+
+    Encoding takes hundreds of bytes of memory and a microsecond for each character, and nobody can
+    stop it. So beginnings of doubling length come first, until one has too many tokens already.
+
+    Raises:
+        InvalidRequest: `TooLarge`, when a beginning alone leaves no room for an output token.
+    """
+    length = limits.max_context * CHARACTERS_PER_TOKEN
+    while length < len(text):
+        if len(encode(text[:length])) >= limits.max_context + CUT_TOKENS:
+            raise InvalidRequest(
+                f"the prompt has {len(text)} characters and more than {limits.max_context} tokens;"
+                f" with max_context {limits.max_context} it must have at most"
+                f" {limits.max_context - 1}, so that one output token fits",
+                field="prompt",
+                reason=Reason.TOO_LARGE,
+            )
+        length *= 2
+    return encode(text)
 
 
 def check_prompt_length(token_count: int, parsed: ParsedRequest, limits: RequestLimits) -> int:

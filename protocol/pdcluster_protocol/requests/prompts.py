@@ -41,7 +41,7 @@ def parse_prompts(
     if not body.has(own):
         raise InvalidRequest(f"{own} is missing; it must hold the prompt", field=own)
     if own == "messages":
-        return (), _messages(body), False
+        return (), _messages(body, limits), False
     prompts, batched = _prompts(body, own)
     _check_prompts(body, own, prompts, limits)
     return prompts, None, batched
@@ -87,11 +87,19 @@ def _check_prompts(
             )
 
 
-def _messages(body: Fields) -> tuple[dict[str, str], ...]:
+def _messages(body: Fields, limits: RequestLimits) -> tuple[dict[str, str], ...]:
     must = "be a list of objects with role and content"
     raw = body.value("messages", list[dict[str, msgspec.Raw]], must)
     if not raw:
         raise body.refusal("messages", "hold at least one message")
+    if len(raw) >= limits.max_context:
+        # Each of them is at least one token; it must not even be looked at.
+        raise InvalidRequest(
+            f"messages has {len(raw)} entries; with max_context {limits.max_context} it must have"
+            f" less than {limits.max_context}",
+            field="messages",
+            reason=Reason.TOO_LARGE,
+        )
     return tuple(
         _message(Fields(entry, prefix=f"messages[{index}].")) for index, entry in enumerate(raw)
     )

@@ -64,10 +64,10 @@ class Front:
         """The ids of all prompts.
 
         Raises:
-            InvalidRequest: a prompt cannot be rendered.
+            InvalidRequest: a prompt cannot be rendered, or is far too long.
         """
         if codec is not None:
-            return codec.encode_request(parsed)
+            return codec.encode_request(parsed, self._limits)
         return [list(prompt) for prompt in parsed.prompts if not isinstance(prompt, str)]
 
     async def close(self) -> None:

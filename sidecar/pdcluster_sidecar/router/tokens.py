@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -18,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from pdcluster_protocol.errors import InvalidRequest, WireError
-from pdcluster_protocol.requests import ParsedRequest
+from pdcluster_protocol.requests import ParsedRequest, RequestLimits, encode_bounded
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SHORT_CHARACTERS_MAX = 1024
@@ -77,17 +78,19 @@ class Codec:
         batch = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(batch[0].ids)
 
-    def encode_request(self, parsed: ParsedRequest) -> list[list[int]]:
+    def encode_request(self, parsed: ParsedRequest, limits: RequestLimits) -> list[list[int]]:
         """The ids of every prompt of a request; prompts that are ids already stay as they are.
 
         Raises:
-            InvalidRequest: the chat template is missing or refuses the messages.
+            InvalidRequest: the chat template is missing or refuses the messages, or a text is far
+                too long.
         """
         if parsed.messages is not None:
             # The template has written the special tokens itself.
-            return [self.encode(self._render(parsed.messages), add_special_tokens=False)]
+            encode = partial(self.encode, add_special_tokens=False)
+            return [encode_bounded(self._render(parsed.messages), encode, limits)]
         return [
-            self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            encode_bounded(prompt, self.encode, limits) if isinstance(prompt, str) else list(prompt)
             for prompt in parsed.prompts
         ]
 
