@@ -26,7 +26,7 @@ import msgspec
 from pdcluster_protocol.errors import LayoutMismatch
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.rank_layout import PER_HEAD_KINDS, kv_facts, rank_slice
-from pdcluster_protocol.rank_mapping import Purpose, RankMapping, RowSpread
+from pdcluster_protocol.rank_mapping import RankMapping, RowSpread
 from pdcluster_protocol.topology import RankCoordinate
 
 
@@ -92,7 +92,7 @@ def row_slices(
     if mapping.spread is RowSpread.LAYERS and mapping.prefill.cp > 1:
         raise LayoutMismatch("prefill splits layers over CP ranks; which ones, no rule says")
     targets = mapping.targets(destination, prefill_dp=source.dp)
-    if mapping.purpose(source) is not Purpose.REAL or source not in targets:
+    if source not in targets:
         return ()
     theirs = rank_slice(layout, mapping.prefill, source)
     ours = rank_slice(layout, mapping.decode, destination)
@@ -192,7 +192,10 @@ def page_range(pages: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _writes(mapping: RankMapping, first_tp: int, tp: int, *, kind: str) -> bool:
-    """Whether a source is the first of the destination's targets that holds its head."""
+    """Whether a source is the first of the destination's targets that holds its head.
+
+    Rows without heads are one head that all TP ranks hold, so dummies write nothing either.
+    """
     if mapping.shards_over_tp:
         return True
     heads = mapping.facts.heads if kind in PER_HEAD_KINDS else 1
