@@ -39,6 +39,7 @@ class Pod:
     incarnation: str
     starts: int = 1
     sessions: int = 0
+    losses: int = 0
     session: str = ""
     computing: dict[Key, int] = field(default_factory=dict)
     wake: int = 0

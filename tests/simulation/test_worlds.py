@@ -12,7 +12,7 @@ from simulation.checkers import check_rest
 from simulation.memory import LAYOUT
 from simulation.world import World
 
-SEEDS = int(os.environ.get("PDCLUSTER_SEEDS", "150"))
+SEEDS = int(os.environ.get("PDCLUSTER_SEEDS", "60"))
 
 WELL = {"prefill": [None], "decode": [None]}
 HARMLESS = ("quiet", "lossy")

@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
+
 from pdcluster_protocol import effects as fx
 from pdcluster_protocol import events as ev
 from pdcluster_protocol import invariants
@@ -40,6 +42,8 @@ class World:
         *,
         pages: int = 24,
         slots: int = 8,
+        limits: Limits | None = None,
+        abort_seconds: float = TIMEOUTS.abort_seconds,
         log: Callable[[float, str, object], None] | None = None,
     ) -> None:
         self.random = random.Random(seed)
@@ -56,6 +60,8 @@ class World:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
         self._sizes = (pages, slots)
+        self._limits = limits or Limits(run_bytes_max=96)
+        self._timeouts = msgspec.structs.replace(TIMEOUTS, abort_seconds=abort_seconds)
         self.pods = {name: self._make_pod(name) for name in ("prefill", "decode")}
         for pod in self.pods.values():
             self._start(pod)
@@ -84,8 +90,8 @@ class World:
     def _make_pod(self, name: str, starts: int = 1) -> Pod:
         memory = Memory(*self._sizes, base=(1 << 32) * starts)
         setup = memory.setup(
-            timeouts=TIMEOUTS,
-            limits=Limits(run_bytes_max=96),
+            timeouts=self._timeouts,
+            limits=self._limits,
             scatter_seed=self.random.getrandbits(32),
         )
         make = prefill_node if name == "prefill" else decode_node
@@ -98,14 +104,27 @@ class World:
 
     def _new_session(self, pod: Pod) -> None:
         pod.sessions += 1
-        pod.session = f"{pod.incarnation}:{pod.sessions}"
+        pod.session = self._session_name(pod)
         pod.memory.base += 1 << 24
         self.give(pod, ev.TransportReady(pod.session, pod.memory.base))
 
+    def _session_name(self, pod: Pod) -> str:
+        return f"{pod.incarnation}:{pod.sessions}"
+
     def lose_transport(self, pod: Pod) -> None:
         pod.session = ""
+        pod.losses += 1
+        losses = pod.losses
         self.give(pod, ev.TransportLost("fenced"))
-        self.later(0.12, lambda: self._new_session(pod) if self.pods[pod.name] is pod else None)
+
+        def back() -> None:
+            if self.pods[pod.name] is pod and pod.losses == losses:
+                self._new_session(pod)
+
+        self.later(self._session_pause(), back)
+
+    def _session_pause(self) -> float:
+        return 0.12
 
     def crash(self, name: str) -> None:
         """SIGKILL of an engine: its node and memory are gone, its sidecar tells the peer."""
@@ -117,8 +136,11 @@ class World:
         self.pods[name] = pod = self._make_pod(name, old.starts + 1)
         other = self.pods["decode" if name == "prefill" else "prefill"]
         dead = ev.PeerStateChanged(old.incarnation, PeerState.DEAD, "its engine is gone")
-        self.later(self.jitter() * 10, partial(self._give_to, other.name, dead))
+        self.later(self._news_seconds(), partial(self._give_to, other.name, dead))
         self._start(pod)
+
+    def _news_seconds(self) -> float:
+        return self.jitter() * 10
 
     def give(self, pod: Pod, event: ev.Event) -> None:
         """One event into a node; its effects into the world."""
@@ -148,7 +170,7 @@ class World:
     # --- clients and the router ---
 
     def request(self, room: int, prompt_tokens: int, output_tokens: int = 4) -> Request:
-        key = Key(room, mint_attempt(int(self.now * 1000) + 1, room))
+        key = self._mint(room)
         request = self.requests[key] = Request(key, prompt_tokens, output_tokens)
         for name in ("prefill", "decode"):
             seconds = self.jitter() + self.hold.get(name, 0.0)
@@ -156,6 +178,9 @@ class World:
         if self.random.random() < self.faults.cancel:
             self.later(self.random.random() * 0.2, lambda: self.leave(request))
         return request
+
+    def _mint(self, room: int) -> Key:
+        return Key(room, mint_attempt(int(self.now * 1000) + 1, room))
 
     def _leg(self, name: str, request: Request) -> None:
         if any(request.ends.values()) and name not in request.legs:
