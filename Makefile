@@ -7,11 +7,12 @@ PINS := pyproject.toml constraints.txt
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint bench clean
+.PHONY: help up test interop lint bench clean
 
 help:
 	@echo "make up     install, start 1 prefill + 1 decode + router, send a first prompt, stay up (Ctrl-C ends it)"
 	@echo "make test   install, then all tests (PYTEST_ARGS='-k name' chooses)"
+	@echo "make interop  install routers of others into a cache of their own, and let them drive our pair"
 	@echo "make lint   format, lint, types, import contracts (own small environment, no torch)"
 	@echo "make bench  print the figures against one process"
 	@echo "make clean  remove environments and caches"
@@ -21,6 +22,10 @@ up: .venv/.local
 
 test: .venv/.test
 	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+interop: .venv/.test
+	@tools/interop-peers "$(PYTHON)"
+	.venv/bin/python -m pytest -m interop tests/interop $(PYTEST_ARGS)
 
 lint: .venv-lint/.lint
 	.venv-lint/bin/ruff format --check .
