@@ -136,7 +136,8 @@ async def test_a_refused_try_is_repeated_under_a_new_room(tmp_path: Path, reason
         assert 200 == (await complete(here))[0]
         first, second = here.prefill.legs
         assert key_of(first) != key_of(second)
-        assert first.body["rid"] == second.body["rid"]
+        # The first try may not have ended yet where the second one arrives.
+        assert f"{first.body['rid']}-try1" == second.body["rid"]
 
 
 async def test_an_engine_that_hangs_up_is_tried_again_and_then_named(tmp_path: Path) -> None:

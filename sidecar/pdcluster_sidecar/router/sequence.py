@@ -145,6 +145,12 @@ class Sequence:
     def digest(self) -> str | None:
         return self._work.digest
 
+    @property
+    def _rid(self) -> str:
+        """Of this try: the engine that serves it may not have ended the one before yet."""
+        rid, again = self._work.fields.rid, len(self.trail) - 1
+        return rid if again <= 0 else f"{rid}-try{again}"
+
     def start(self) -> None:
         """Line up for a pair."""
         self._shared.running.add(self)
@@ -254,7 +260,8 @@ class Sequence:
             decode_dp_rank=placement.decode.slot.dp_rank,
             budget_seconds=work.budget_seconds,
         )
-        body = work.bodies.encode(effect.role, effect.key, prompt=work.fields, pair=pair)
+        fields = msgspec.structs.replace(work.fields, rid=self._rid)
+        body = work.bodies.encode(effect.role, effect.key, prompt=fields, pair=pair)
         listener = (
             LegStream(self, effect.key)
             if work.stream and effect.role is Role.DECODE
@@ -272,9 +279,7 @@ class Sequence:
             return
         self._shared.metrics.aborts.inc()
         address = self._shared.members.sidecar(placement.of(effect.role).member.instance)
-        self._shared.calls.abort(
-            address, AbortRequest(self._work.fields.rid, effect.key, effect.reason)
-        )
+        self._shared.calls.abort(address, AbortRequest(self._rid, effect.key, effect.reason))
 
     def _retry(self) -> None:
         self._queued_at = time.monotonic()
