@@ -85,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_FAILED
+    except OSError as error:
+        print(f"pdctl: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from pdcluster_operator.place import (
 )
 from pdcluster_operator.plan import Plan, PodPlan
 from pdcluster_protocol.config import EngineConfig, RouterConfig, SidecarConfig
+from pdcluster_protocol.errors import ConfigError
 from pdctl.preflight import require_free_ports
 from pdctl.processes import LOGS_FOLDER, RUN_FILE, ProcessSpec, RunSpec
 from pdctl.run_folder import Claim, claim_slot, claim_transport_ranges, run_folder
@@ -46,7 +48,8 @@ def prepare(plan: Plan, base: Path, *, source_folder: Path, port: int, admin_por
     """Claim a slot and ports, place the plan, and write what its processes read.
 
     Raises:
-        ConfigError: no slot or ports are left, or a port is busy; nothing is left behind then.
+        ConfigError: no slot or ports are left, a port is busy, or the folder cannot be written;
+            nothing is left behind then.
     """
     claims = [claim_slot(base)]
     try:
@@ -68,9 +71,16 @@ def prepare(plan: Plan, base: Path, *, source_folder: Path, port: int, admin_por
         placed = place_locally(plan, place)
         require_free_ports(placed)
         spec = _write(placed, folder, tuple(str(claim.path) for claim in claims))
-    except BaseException:
+    except BaseException as error:
+        # It may hold a key already, and without its lock nobody owns it.
+        shutil.rmtree(run_folder(base, claims[0].number), ignore_errors=True)
         for held in claims:
             held.release()
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"the run folder in {base} cannot be written: {error.strerror}; make room there or"
+                " set XDG_RUNTIME_DIR to another folder"
+            ) from error
         raise
     return Prepared(spec, placed, tuple(claims))
 
