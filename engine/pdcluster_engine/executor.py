@@ -160,6 +160,7 @@ class Executor:
             rid=leg.submission.rid,
             room=key.room,
             attempt=key.attempt,
+            leg=leg.submission.leg,
             reason="" if reason is None else str(reason),
             detail=detail,
         )

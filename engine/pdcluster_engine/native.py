@@ -52,7 +52,7 @@ class NativeEngine:
             rid=submission.rid,
             room=submission.key.room,
             attempt=submission.key.attempt,
-            leg="alone" if submission.bootstrap is None else "pair",
+            leg=submission.leg,
             prompt_tokens=len(submission.token_ids),
         )
         self._inbox.post(

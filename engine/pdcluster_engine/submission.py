@@ -43,6 +43,11 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     budget_seconds: float | None = None
     attempt_known: bool = True
 
+    @property
+    def leg(self) -> str:
+        """What it is here, for logs."""
+        return "alone" if self.bootstrap is None else "pair"
+
 
 class Output(msgspec.Struct, frozen=True):
     """One token of a sequence, with the text that may be shown now (maybe empty)."""

@@ -84,17 +84,27 @@ class Metrics:
 
 
 def configure_logging(**bound: str) -> structlog.typing.FilteringBoundLogger:
-    """A logger that writes JSON lines to stderr, each with the `bound` keys."""
+    """A logger that writes JSON lines to stderr.
+
+    Every line of the process has the `bound` keys, whichever module's logger wrote it.
+    """
+
+    def bind(
+        _logger: structlog.typing.WrappedLogger, _name: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        return {**bound, **event}
+
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            bind,
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger("info"),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(**bound)
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger()
     return logger

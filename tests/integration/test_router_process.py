@@ -147,6 +147,26 @@ async def test_sigterm_ends_it_within_two_seconds(
                 await workers[1].wait_for(lambda: bool(workers[1].aborts))
 
 
+async def test_every_line_of_its_log_says_whose_it_is(
+    tmp_path: Path, workers: list[CannedWorker]
+) -> None:
+    async with running(write_config(tmp_path, workers)) as (process, url):
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url + "/v1/completions", json={"prompt": "hi"}) as answer,
+        ):
+            assert 200 == answer.status
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        rest = await asyncio.wait_for(process.stderr.read(), DEADLINE_SECONDS)
+
+    # Behind the first line, of which a part was read before.
+    lines = [json.loads(line) for line in rest.splitlines()[1:]]
+    assert "concluded" in [line["event"] for line in lines]
+    assert {"router"} == {line.get("role") for line in lines}
+    assert 1 == len({line.get("instance") for line in lines} - {None})
+
+
 async def test_it_shows_its_whole_configuration(tmp_path: Path) -> None:
     file = write_config(tmp_path, [])
     code, out, _ = await finished("--config", str(file), "--print-config")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from pdcluster_engine.legs import Leg
 from pdcluster_engine.memory.metadata import MetadataRow
@@ -103,9 +104,13 @@ def test_a_conclusion_ends_the_leg_once_and_frees_room_and_rid(bench: Bench) -> 
     good, bad = bench.submit(), bench.submit(Key(8, 1), "other")
     with pytest.raises(Overloaded):
         bench.submit(Key(9, 1), "third")
-    bench.executor.run(ConcludeLeg(KEY, None))
-    bench.executor.run(ConcludeLeg(Key(8, 1), Reason.STALLED, "no byte"))
-    bench.executor.run(ConcludeLeg(KEY, Reason.ABORTED))
+    with capture_logs() as lines:
+        bench.executor.run(ConcludeLeg(KEY, None))
+        bench.executor.run(ConcludeLeg(Key(8, 1), Reason.STALLED, "no byte"))
+        bench.executor.run(ConcludeLeg(KEY, Reason.ABORTED))
+    assert [("concluded", "pair", 8, "Stalled")] == [
+        (line["event"], line["leg"], line["room"], line["reason"]) for line in lines[1:]
+    ]
     assert [(None, ""), (Reason.STALLED, "no byte")] == [good.end(), bad.end()]
     assert 0 == len(bench.legs)
     bench.submit()
