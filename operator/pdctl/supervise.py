@@ -124,6 +124,8 @@ class Supervisor:
             **os.environ,
             **CHILD_ENVIRONMENT,
             "PDCLUSTER_PARENT_PID": str(os.getpid()),
+            # Torch makes this folder at import, by default one in /tmp that outlives the run.
+            "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "torch"),
         }
         with self._log_path(child.spec).open("ab") as log_file:
             try:
