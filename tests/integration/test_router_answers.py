@@ -118,6 +118,26 @@ async def test_what_only_a_router_may_say_is_never_taken_from_a_client(tmp_path:
         assert "mine" == response.headers["x-client-request-id"]
 
 
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"bootstrap_host": "10.0.0.1"},
+        {"bootstrap_room": "many"},
+        {"routed_dp_rank": -1},
+        {"pd_attempt": None, "pd_budget_seconds": "long"},
+    ],
+)
+async def test_even_malformed_they_are_dropped_and_not_asked_for(
+    tmp_path: Path, theirs: dict[str, object]
+) -> None:
+    async with world(tmp_path) as here:
+        response = await post(here, "/v1/completions", {"prompt": [1, 2, 3], **theirs})
+
+        assert 200 == response.status
+        (decode,) = here.legs(Role.DECODE)
+        assert here.prefill.host == decode.body["bootstrap_host"]
+
+
 async def test_doubled_keys_have_one_meaning(tmp_path: Path) -> None:
     async with world(tmp_path) as here, aiohttp.ClientSession() as session:
         raw = b'{"prompt":"a","rid":"x","rid":"y","prompt":"hello","bootstrap_room":1}'

@@ -33,8 +33,13 @@ MAX_TOKENS_DEFAULTS = {Api.COMPLETIONS: 16, Api.CHAT: None, Api.GENERATE: 128}
 """What each API says; None: as many as fit."""
 
 
-def parse_request(api: Api, body: bytes, limits: RequestLimits) -> ParsedRequest:
+def parse_request(
+    api: Api, body: bytes, limits: RequestLimits, *, legs: bool = True
+) -> ParsedRequest:
     """Understand a client's body, or a leg's.
+
+    With `legs` False, at the door of clients, the fields that make a leg mean nothing, however
+    they look: they are never trusted, so they are not worth a refusal either.
 
     Raises:
         InvalidRequest: with the field and one of the reasons `InvalidRequest`, `Unsupported` and
@@ -69,7 +74,7 @@ def parse_request(api: Api, body: bytes, limits: RequestLimits) -> ParsedRequest
         seed=parse_seed(sampled, fields),
         rids=_rids(fields, prompt_count=max(1, len(prompts))),
         sampling=parse_sampling(api, sampled, body=fields, limits=limits),
-        leg=parse_leg(fields, prompt_count=max(1, len(prompts)), samples=n),
+        leg=parse_leg(fields, prompt_count=max(1, len(prompts)), samples=n) if legs else None,
     )
 
 

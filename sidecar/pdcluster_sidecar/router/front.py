@@ -50,7 +50,7 @@ class Front:
             )
             return
         try:
-            parsed = parse_request(api, exchange.body, self._limits)
+            parsed = parse_request(api, exchange.body, self._limits, legs=False)
             request.take(parsed)
             codec = self._shared.members.codec()
             if needs_codec(parsed) and (codec is None or _is_long(parsed)):
