@@ -17,6 +17,7 @@ from pdcluster_sidecar.telemetry import Metrics
 SILENT_PINGS: Final = 1.5
 """After so many ping intervals without a word a peer is greeted again."""
 PAUSE_SECONDS_MIN: Final = 0.02
+LATE_SECONDS: Final = 0.25
 
 
 async def beat(relay: Relay, metrics: Metrics) -> None:
@@ -37,6 +38,9 @@ async def beat(relay: Relay, metrics: Metrics) -> None:
         due = [peer.node.deadline() for peer in relay.peers.all()]
         next_at = min([ping_at, *(at for at in due if at is not None)])
         await asyncio.sleep(max(PAUSE_SECONDS_MIN, next_at - loop.time()))
+        if loop.time() - next_at > LATE_SECONDS:
+            # We were starved, not they silent: first read what came meanwhile, then judge.
+            await asyncio.sleep(PAUSE_SECONDS_MIN)
 
 
 def _attend(relay: Relay, peer: Peer, now: float, *, pinging: bool) -> None:
