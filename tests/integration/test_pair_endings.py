@@ -97,7 +97,7 @@ async def test_a_killed_process_gives_every_running_request_one_clear_end(
         )
         for index, (ids, (_, tokens)) in enumerate(zip(prompts, REQUESTS, strict=True))
     ]
-    await until(lambda: under_way(cluster, before), "running all at once")
+    await until(lambda: under_way(cluster, before, clients), "running all at once")
 
     os.kill(pid, signal.SIGKILL)
 
@@ -135,17 +135,20 @@ def pid_of(cluster: PairCluster, name: str) -> int:
     return cluster.transfer_pid(Role(role)) if kind == "transfer" else cluster.process(name).pid
 
 
-async def under_way(cluster: PairCluster, before: dict[str, float]) -> bool:
+async def under_way(
+    cluster: PairCluster, before: dict[str, float], clients: list[asyncio.Task[Ended]]
+) -> bool:
     """All requests run: prefill computes for some, decode answers others."""
     router, prefill, decode = await asyncio.gather(
         cluster.metrics(), cluster.metrics(Role.PREFILL), cluster.metrics(Role.DECODE)
     )
+    running = router["pdcluster_in_flight"]
+    in_prefill = prefill['pdcluster_queue{queue="rooms"}']
     generated = "pdcluster_tokens_generated_total"
-    return (
-        router["pdcluster_in_flight"] == len(REQUESTS)
-        and prefill['pdcluster_queue{queue="rooms"}'] > 0
-        and decode[generated] > before[generated] + 4
-    )
+    answered = decode[generated] - before[generated]
+    ended = [client.result() for client in clients if client.done()]
+    assert [] == ended, f"before {running=} {in_prefill=} {answered=} were enough"
+    return running == len(REQUESTS) and in_prefill > 0 and answered > 0
 
 
 async def replaced(cluster: PairCluster, victim: str, pid: int) -> bool:

@@ -250,10 +250,13 @@ class PairCluster:
         return _ended(status, answer, done=True)
 
     async def stream(self, ids: list[int], tokens: int, *, leave_after: int = 0) -> Ended:
-        """One streamed answer; with `leave_after` the client leaves after so many events."""
+        """One streamed answer; with `leave_after` the client leaves after so many events.
+
+        Without logprobs: every event repeats all so far, and their encoding would be the load.
+        """
         seen = Ended(0, [], [], ends=0)
         count = 0
-        body = self.body(ids, tokens, stream=True)
+        body = self.body(ids, tokens, stream=True, return_logprob=False, top_logprobs_num=0)
         async with aiohttp.ClientSession(timeout=TIMEOUT) as session:
             try:
                 async with session.post(f"{self.run.endpoint}/generate", json=body) as answer:
@@ -284,7 +287,7 @@ def _seen(before: Ended, payload: bytes) -> Ended:
 def _ended(status: int, answer: dict[str, Any], *, done: bool = False) -> Ended:
     tops = [
         [(logprob, token) for logprob, token, _ in step]
-        for step in answer["meta_info"]["output_top_logprobs"]
+        for step in answer["meta_info"].get("output_top_logprobs", ())
     ]
     return Ended(status, answer["output_ids"], tops, done=done)
 
