@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdcluster_protocol.admission import Grant, Need
+from pdcluster_protocol.admission import Grant
 from pdcluster_protocol.effects import (
     ClearMetadata,
     ConcludeLeg,
     ReadMetadata,
-    ResolvePeer,
     StartDecode,
 )
 from pdcluster_protocol.errors import Reason, parse_reason
@@ -44,6 +43,7 @@ from pdcluster_protocol.push.decode_room import WRITABLE, DecodeRoom
 from pdcluster_protocol.push.landing import Landing
 from pdcluster_protocol.push.publishing import Publishing
 from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
+from pdcluster_protocol.push.resolution import Resolution
 
 
 class DecodeRooms:
@@ -56,6 +56,7 @@ class DecodeRooms:
         self.publishing = Publishing(ledger)
         self.aborts = Aborts(ledger)
         self._ends = DecodeEnds(ledger, self.rooms, self.aborts)
+        self._resolution = Resolution(ledger, self.rooms, self._ends)
 
     # --- what the node sees ---
 
@@ -94,7 +95,7 @@ class DecodeRooms:
         """What sidecar, model and executor answered."""
         match event:
             case PeerResolved():
-                self.peer_resolved(event)
+                self._resolution.answered(event)
             case OperationDone():
                 self.operation_done(event)
             case MetadataRead():
@@ -114,7 +115,7 @@ class DecodeRooms:
         room = DecodeRoom(leg)
         self.rooms[leg.key.room] = room
         ledger.set_clock(Clock.BOOTSTRAP, room.key, ledger.setup.timeouts.bootstrap_seconds)
-        self._resolve(room)
+        self._resolution.ask(room)
 
     def cancel(self, key: Key, reason: Reason, detail: str) -> bool:
         """The leg's HTTP side gave up."""
@@ -122,41 +123,6 @@ class DecodeRooms:
         if room is not None:
             self._ends.fail(room, reason, detail)
         return room is not None
-
-    def peer_resolved(self, event: PeerResolved) -> None:
-        """Who the prefill instance is; every room that asked goes on or ends."""
-        for room in list(self.rooms.values()):
-            if room.state is ReceiverState.RESOLVING and room.leg.bootstrap == event.bootstrap:
-                self._resolved(room, event)
-
-    def _resolve(self, room: DecodeRoom) -> None:
-        """Ask, and ask again: the sidecar may be restarting."""
-        assert room.leg.bootstrap is not None
-        self._ledger.emit(ResolvePeer(room.leg.bootstrap))
-        seconds = self._ledger.setup.limits.retransmit_seconds_max
-        self._ledger.set_clock(Clock.REPEAT, room.key, seconds)
-
-    def _resolved(self, room: DecodeRoom, event: PeerResolved) -> None:
-        if event.card is None:
-            self._ends.fail(room, event.reason or Reason.PEER_UNREACHABLE, event.detail)
-            return
-        card, ledger = event.card, self._ledger
-        dp_rank = room.leg.prefill_dp_rank
-        if dp_rank is None:
-            dp_rank = room.key.room % card.parallel.dp
-        room.card = card
-        room.ranks = tuple(rank for rank in card.ranks if rank.coordinate.dp == dp_rank)
-        if not room.ranks:
-            self._ends.fail(
-                room,
-                Reason.RANK_CONFLICT,
-                f"prefill {card.instance} has no DP rank {dp_rank}; it has {card.parallel.dp}",
-            )
-            return
-        ledger.stop_clocks(room.key, (Clock.REPEAT,))
-        ledger.advance(RECEIVER, room, ReceiverTrigger.PEER_KNOWN, card.instance)
-        tokens = room.leg.prompt_tokens + room.leg.output_tokens_max
-        ledger.queue.add(room.key, Need(ledger.setup.layout.pages_for(tokens), slot=True))
 
     def granted(self, grant: Grant) -> None:
         """Pages and slot are reserved and locked: now, and only now, say their numbers."""
@@ -359,7 +325,7 @@ class DecodeRooms:
 
     def _repeat(self, room: DecodeRoom) -> None:
         if room.state is ReceiverState.RESOLVING:
-            self._resolve(room)
+            self._resolution.ask(room)
         elif room.state is ReceiverState.DRAINING:
             self.aborts.repeat(room.key)
         elif room.state in WRITABLE:
