@@ -287,7 +287,6 @@ async def test_models_health_and_readiness_are_read(tmp_path: Path) -> None:
         ("/v1/chat/completions", {"messages": []}, 400, "InvalidRequest", "messages"),
         ("/v1/chat/completions", {"prompt": "x"}, 400, "InvalidRequest", "messages"),
         ("/generate", {"input_ids": []}, 400, "InvalidRequest", "input_ids"),
-        ("/v1/completions", {"prompt": "x", "bootstrap_room": -1}, 400, "InvalidRequest", "room"),
         ("/v1/completions", [], 400, "InvalidRequest", "JSON object"),
     ],
 )

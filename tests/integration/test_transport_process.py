@@ -25,6 +25,7 @@ from pdcluster_engine.transport.port import (
 from pdcluster_engine.transport.supervised import SupervisedTransport
 from pdcluster_protocol.errors import TransportError
 from support.arenas import Side, memfd, mooncake_side, open_descriptors
+from support.ports import transfer_ports
 
 SENDER, RECEIVER = "127.64.2.1", "127.64.2.2"
 MIB = 1 << 20
@@ -152,7 +153,7 @@ def test_the_transfer_process_dies_with_its_engine() -> None:
 
 
 def test_a_full_port_range_is_named_and_tried_again_until_one_is_free() -> None:
-    low = 16976
+    low = int(transfer_ports()["transport_port_min"])
     holders = [_listen(low + offset) for offset in range(8)]
     settings = Settings(host=SENDER, port_min=low, port_max=low + 7)
     with memfd(MIB) as fd:

@@ -32,7 +32,7 @@ def test_apt_line_names_what_make_needs() -> None:
     (line,) = [command for command in commands(README) if "apt-get" in command]
 
     assert ["sudo", "apt-get", "install", "--yes"] == shlex.split(line)[:4]
-    assert {"git", "make", "python3", "python3-venv"} == set(shlex.split(line)[4:])
+    assert {"git", "make", "python3", "python3-venv", "curl"} == set(shlex.split(line)[4:])
 
 
 def test_the_clone_is_entered() -> None:
