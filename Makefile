@@ -5,6 +5,7 @@ PYTHON ?= python3
 PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 PINS := pyproject.toml constraints.txt
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help up test interop lint bench clean
@@ -34,7 +35,7 @@ lint: .venv-lint/.lint
 	.venv-lint/bin/lint-imports
 
 bench: .venv/.test
-	.venv/bin/python bench/run.py
+	.venv/bin/python bench/run.py $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-lint .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage

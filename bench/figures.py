@@ -26,11 +26,19 @@ class Verdict(msgspec.Struct, frozen=True):
         return f"{word:6}  {self.what}: {self.figure:.4g} of at most {self.limit:g} {self.unit}"
 
 
+QUICK_TIMES = 2
+
+
 class Report:
     """What a benchmark prints, and the verdicts that the summary repeats."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quick: bool = False) -> None:
         self.verdicts: list[Verdict] = []
+        self._quick = quick
+
+    def times(self, count: int) -> int:
+        """How often to repeat: `count`, or hardly at all when only the way is tried."""
+        return min(count, QUICK_TIMES) if self._quick else count
 
     def title(self, text: str) -> None:
         print(f"\n=== {text}", flush=True)

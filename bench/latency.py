@@ -44,14 +44,15 @@ def run(report: Report) -> None:
 
 def _measure(report: Report, cluster: Cluster, model: str, tokens: int) -> None:
     watch = Watch(cluster)
+    pairs = report.times(PAIRS)
     for seed in range(WARM_UPS):
         _ask_both(cluster, watch, body(model, prompt_text(tokens, seed), OUTPUT_TOKENS))
     runs = [
         _ask_both(cluster, watch, body(model, prompt_text(tokens, seed), OUTPUT_TOKENS))
-        for seed in range(WARM_UPS, WARM_UPS + PAIRS)
+        for seed in range(WARM_UPS, WARM_UPS + pairs)
     ]
     what = f"{model}, {tokens} + {OUTPUT_TOKENS} tokens"
-    report.title(f"latency: {what}, {PAIRS} times alone and as a pair in turn")
+    report.title(f"latency: {what}, {pairs} times alone and as a pair in turn")
     _table(report, runs)
     _phases(report, runs)
     alone = [run.alone.first_token for run in runs]

@@ -3,6 +3,7 @@
     bench/run.py                    all of them, some three minutes
     bench/run.py latency transfer   these
     bench/run.py --strict           exit code 1 when a limit was missed
+    bench/run.py --quick            try that it runs
 
 Figures of a busy machine are noisy; ratios of ways that were asked in turn bear it best.
 """
@@ -37,6 +38,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all"
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 on a missed limit")
+    parser.add_argument(
+        "--quick", action="store_true", help="repeat hardly anything: the figures mean nothing"
+    )
     parsed = parser.parse_args(argv)
     for name in parsed.names:
         if name not in BENCHMARKS:
@@ -57,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks = [load(name) for name in names]
     from bench.figures import Report
 
-    report = Report()
+    report = Report(quick=asked.quick)
     load_average = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     report.line(f"{os.cpu_count()} cores, load average before: {load_average}")
     started = time.monotonic()

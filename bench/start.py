@@ -14,7 +14,7 @@ READY_SECONDS_MAX = 10.0
 SMALL_BYTES_MAX = 70e6
 ENGINE_BYTES_MAX = 1e9
 IDLE_PERCENT_MAX = 1.0
-IDLE_SECONDS = 10.0
+IDLE_SECONDS = 10
 LIMITED = {"router": SMALL_BYTES_MAX, "sidecar": SMALL_BYTES_MAX, "engine": ENGINE_BYTES_MAX}
 
 
@@ -35,7 +35,7 @@ def _processes(report: Report, cluster: Cluster) -> None:
     pids = _named_pids(cluster)
     before = {name: process_cpu_seconds(pid) for name, pid in pids.items()}
     began = time.monotonic()
-    time.sleep(IDLE_SECONDS)
+    time.sleep(report.times(IDLE_SECONDS))
     seconds = time.monotonic() - began
     idle = {
         name: 100 * (process_cpu_seconds(pid) - before[name]) / seconds

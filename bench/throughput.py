@@ -28,7 +28,7 @@ def run(report: Report) -> None:
         ways = {"alone": cluster.engine("decode"), "pair": cluster.spec.endpoint}
         rates: dict[str, list[float]] = {way: [] for way in ways}
         cpu: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-        for number in range(WARM_UPS + ROUNDS):
+        for number in range(WARM_UPS + report.times(ROUNDS)):
             for way, url in ways.items():
                 before = _cpu(cluster)
                 rate = _round(url, pool, seed=number)

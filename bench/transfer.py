@@ -37,8 +37,9 @@ def run(report: Report) -> None:
     """Some long prompts, each both ways, then the transport by itself."""
     with running(MODEL) as cluster:
         watch = Watch(cluster)
-        moved = [_move(cluster, watch, seed) for seed in range(REPEATS)]
-    report.title(f"transfer: {MODEL}, a prompt of {PROMPT_TOKENS} tokens, {REPEATS} times")
+        repeats = report.times(REPEATS)
+        moved = [_move(cluster, watch, seed) for seed in range(repeats)]
+    report.title(f"transfer: {MODEL}, a prompt of {PROMPT_TOKENS} tokens, {repeats} times")
     kv_bytes = moved[0].kv_bytes
     bare = bytes_per_second(kv_bytes)
     steps = medians([one.steps for one in moved])

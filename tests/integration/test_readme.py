@@ -35,6 +35,9 @@ STOP_SECONDS = 10.0
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+PYTHONPATH = os.pathsep.join(str(ROOT / name) for name in COMPONENTS)
+
+
 def run(command: str) -> str:
     """What a reader's shell would do; fails with the whole output.
 
@@ -43,7 +46,7 @@ def run(command: str) -> str:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in COMPONENTS)},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "BENCH_ARGS": "--quick"},
         capture_output=True,
         text=True,
         timeout=600,
@@ -101,9 +104,6 @@ def test_plans_and_sizes_need_nothing_running() -> None:
         assert run(" ".join([f"{sys.executable} -m pdctl", *words[1:]]))
 
 
-@pytest.mark.skipif(
-    not (ROOT / "bench" / "run.py").is_file(), reason="`make bench` does not exist yet"
-)
 def test_every_command_of_the_readme_works(tmp_path: Path) -> None:
     steps = [line for line in commands(ROOT / "README.md") if not line.startswith(FORM_ONLY)]
     start = steps.index(FOREGROUND)
