@@ -22,7 +22,7 @@ up: .venv/.local
 	.venv/bin/pdctl up -f examples/local.yaml
 
 test: .venv/.test
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	tools/test-all $(PYTEST_ARGS)
 
 interop: .venv/.test
 	@tools/interop-peers "$(PYTHON)"
