@@ -18,6 +18,7 @@ import msgspec
 from pdcluster_operator import names
 from pdcluster_operator.api.v1alpha1 import PDCluster, RoleSpec
 from pdcluster_operator.arguments import NativeArguments, parse_native_arguments
+from pdcluster_operator.supported import require_supported
 from pdcluster_protocol.config import (
     ENGINE_HTTP_PORT,
     Checksum,
@@ -68,7 +69,7 @@ def make_plan(cluster: PDCluster) -> Plan:
     Raises:
         ConfigError: for what the types allow but this version cannot run, naming the field.
     """
-    _require_built(cluster)
+    require_supported(cluster)
     arguments = {role: _arguments(cluster, role) for role in Role}
     fingerprint = _fingerprint(cluster, arguments)
     pods = tuple(
@@ -98,26 +99,6 @@ def _role(cluster: PDCluster, role: Role) -> RoleSpec:
 
 def _arguments(cluster: PDCluster, role: Role) -> NativeArguments:
     return parse_native_arguments(_role(cluster, role).args, field=f"spec.{role}.args")
-
-
-def _require_built(cluster: PDCluster) -> None:
-    spec = cluster.spec
-    if spec.engine.type != "native":
-        raise ConfigError(
-            f"spec.engine.type is {spec.engine.type}; this version plans engine native only"
-        )
-    if spec.router.bypass_below_tokens:
-        raise ConfigError(
-            f"spec.router.bypassBelowTokens is {spec.router.bypass_below_tokens}; this version"
-            " cannot bypass prefill yet: leave it at 0"
-        )
-    for role in Role:
-        nodes = _role(cluster, role).nodes
-        if nodes != 1:
-            raise ConfigError(
-                f"spec.{role}.nodes is {nodes}; engine native runs a replica on one node: use 1"
-                " and more replicas"
-            )
 
 
 def _fingerprint(cluster: PDCluster, arguments: dict[Role, NativeArguments]) -> str:

@@ -51,7 +51,6 @@ def test_the_same_spec_gives_the_same_plan() -> None:
         {"kv": {"pageSize": 16}},
         {"kv": {"dtype": "float32"}},
         {"kv": {"checksum": "Off"}},
-        {"kv": {"allocation": "PrefillComplete"}},
         {"model": {"source": "builtin://tiny-llama", "maxContext": 8192}},
         {"prefill": {"args": ["--chunk=64"]}},
         {"decode": {"args": ["--mode", "exact"]}},
@@ -86,14 +85,14 @@ def test_what_shapes_neither_keeps_the_fingerprint(sections: dict[str, object]) 
 
 
 def test_each_dp_rank_is_an_engine_with_its_own_port() -> None:
-    plan = planned(prefill={"replicas": 2}, decode={"parallel": {"tp": 4, "dp": 2}})
+    plan = planned(prefill={"replicas": 2}, decode={"parallel": {"tp": 2, "dp": 2}})
 
     assert ["local-prefill-0", "local-prefill-1", "local-decode-0"] == [
         pod.instance for pod in plan.pods
     ]
     decode = plan.pods[2]
     assert [(0, 30000), (1, 30001)] == [(e.dp_rank, e.http_port) for e in decode.engines]
-    assert Parallelism(tp=4, dp=2) == decode.sidecar.parallel
+    assert Parallelism(tp=2, dp=2) == decode.sidecar.parallel
     assert 4 == engine_count(plan)
 
 
@@ -149,6 +148,25 @@ def test_zero_replicas_on_both_sides_is_a_suspended_plan() -> None:
         ("spec.router.policy is PrefixAware", {"router": {"policy": "PrefixAware"}}),
         ("spec.router.bypassBelowTokens is 5", {"router": {"bypassBelowTokens": 5}}),
         ("spec.decode.nodes is 2", {"decode": {"nodes": 2}}),
+        ("spec.kv.allocation is PrefillComplete", {"kv": {"allocation": "PrefillComplete"}}),
+        ("spec.kv.checksum is Sampled", {"kv": {"checksum": "Sampled"}}),
+        ("spec.prefill.parallel has tp 2, dp 1", {"prefill": {"parallel": {"tp": 2}}}),
+        ("spec.decode.parallel has tp 1, dp 1, pp 2", {"decode": {"parallel": {"pp": 2}}}),
+        ("spec.security.apiKeysSecret is keys", {"security": {"apiKeysSecret": "keys"}}),
+        (
+            "spec.security.tls.mode is Secret",
+            {"security": {"tls": {"mode": "Secret", "secretName": "s"}}},
+        ),
+        (
+            "spec.scaling.mode is Auto",
+            {
+                "scaling": {
+                    "mode": "Auto",
+                    "prefill": {"min": 1, "max": 2},
+                    "decode": {"min": 1, "max": 2},
+                }
+            },
+        ),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(expected: str, sections: dict[str, object]) -> None:

@@ -1,0 +1,67 @@
+"""What the schema allows and this version does not run yet: refused by name, never half done.
+
+A field that is accepted and then ignored is the worst of answers: the user believes in a cache
+policy, a key or a rank that does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pdcluster_operator.api.v1alpha1 import PDCluster, RoleSpec, Spec
+from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.ids import Role
+from pdcluster_protocol.topology import Parallelism
+
+
+def require_supported(cluster: PDCluster) -> None:
+    """Check that everything the object asks for is done.
+
+    Raises:
+        ConfigError: the first field that asks for more, its value and what to write instead.
+    """
+    for refusal in _refusals(cluster.spec):
+        raise ConfigError(refusal)
+
+
+def _refusals(spec: Spec) -> Iterator[str]:
+    if spec.engine.type != "native":
+        yield f"spec.engine.type is {spec.engine.type}; this version plans engine native only"
+    if spec.router.bypass_below_tokens:
+        yield (
+            f"spec.router.bypassBelowTokens is {spec.router.bypass_below_tokens}; this version"
+            " cannot bypass prefill yet: leave it at 0"
+        )
+    if spec.kv.allocation != "Early":
+        yield (
+            f"spec.kv.allocation is {spec.kv.allocation}; this version reserves decode's pages"
+            " before prefill only: use Early"
+        )
+    if spec.kv.checksum == "Sampled":
+        yield "spec.kv.checksum is Sampled; this version verifies all runs or none: use Full or Off"
+    if spec.security.tls.mode != "Off":
+        yield f"spec.security.tls.mode is {spec.security.tls.mode}; there is no TLS yet: use Off"
+    if spec.security.api_keys_secret is not None:
+        yield (
+            f"spec.security.apiKeysSecret is {spec.security.api_keys_secret}; no API key is"
+            " checked yet: leave it out, and keep the router's port from clients it is not for"
+        )
+    if spec.scaling is not None:
+        yield f"spec.scaling.mode is {spec.scaling.mode}; this version does not scale: set replicas"
+    yield from _role_refusals(Role.PREFILL, spec.prefill)
+    yield from _role_refusals(Role.DECODE, spec.decode)
+
+
+def _role_refusals(role: Role, spec: RoleSpec) -> Iterator[str]:
+    if spec.nodes != 1:
+        yield (
+            f"spec.{role}.nodes is {spec.nodes}; engine native runs a replica on one node: use 1"
+            " and more replicas"
+        )
+    parallel = Parallelism(**spec.parallel.model_dump())
+    if parallel.ranks_per_dp != 1:
+        yield (
+            f"spec.{role}.parallel has tp {parallel.tp}, dp {parallel.dp}, pp {parallel.pp},"
+            f" cp {parallel.cp}; this version runs data-parallel ranks only: set tp to dp, and pp"
+            " and cp to 1"
+        )
