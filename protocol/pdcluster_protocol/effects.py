@@ -24,6 +24,8 @@ class Send(msgspec.Struct, frozen=True):
 
     to: RankAddress
     message: NodeMessage
+    rank: int = 0
+    """Which of our ranks sends it."""
 
 
 class StartPrefill(msgspec.Struct, frozen=True):
@@ -62,9 +64,10 @@ class StopCompute(msgspec.Struct, frozen=True):
 
 
 class Write(msgspec.Struct, frozen=True):
-    """Write `nbytes` from our arena to an absolute address at `target`.
+    """Write from a rank's arena to an absolute address at `target`.
 
-    Answered by `OperationDone` with the digest of the source bytes.
+    Parts of rows go over as many pieces of `nbytes` each, so many strides apart on both sides.
+    Answered by one `OperationDone` with the digest of the source bytes, piece by piece.
     """
 
     operation: int
@@ -72,25 +75,32 @@ class Write(msgspec.Struct, frozen=True):
     source_offset: int
     destination_address: int
     nbytes: int
+    rank: int = 0
+    pieces: int = 1
+    source_stride: int = 0
+    destination_stride: int = 0
 
 
 class VerifyRun(msgspec.Struct, frozen=True):
-    """Hash these bytes of our arena; answered by `OperationDone`."""
+    """Hash these bytes of a rank's arena, piece by piece; answered by `OperationDone`."""
 
     operation: int
     offset: int
     nbytes: int
+    rank: int = 0
+    pieces: int = 1
+    stride: int = 0
 
 
 class ReadMetadata(msgspec.Struct, frozen=True):
-    """Read the room field of a metadata slot; answered by `MetadataRead`."""
+    """Read the room field of a slot in every rank's metadata; answered by `MetadataRead`."""
 
     key: Key
     slot: int
 
 
 class ClearMetadata(msgspec.Struct, frozen=True):
-    """Zero the room field of a slot before it is handed out again."""
+    """Zero the room field of a slot in every rank's metadata before it is handed out again."""
 
     slot: int
 
@@ -108,9 +118,9 @@ class ConcludeLeg(msgspec.Struct, frozen=True):
 
 
 class Fence(msgspec.Struct, frozen=True):
-    """Destroy the mapping through which writes could land.
+    """Destroy the mappings of all ranks through which writes could land.
 
-    Answered by `TransportLost` and `TransportReady`.
+    Answered by a `TransportLost` and a `TransportReady` of each.
     """
 
     cause: str

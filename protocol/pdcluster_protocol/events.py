@@ -14,26 +14,29 @@ from pdcluster_protocol.messages import InstanceCard, NodeMessage, PeerState
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """The sidecar answered our hello: the instance's incarnation and our control address."""
+    """The sidecar answered a rank's hello: the instance's incarnation and its control address."""
 
     incarnation: str
     address: RankAddress
+    rank: int = 0
 
 
 class TransportReady(msgspec.Struct, frozen=True):
-    """The transport (re)started: a new session, and where our arena is mapped for peers.
+    """A rank's transport (re)started: a new session, and where its arena is mapped for peers.
 
     Every write that was outstanding before is lost; that an earlier session is gone is the fence.
     """
 
     session: str
     base_address: int
+    rank: int = 0
 
 
 class TransportLost(msgspec.Struct, frozen=True):
-    """The transport ended (died, or was fenced); until `TransportReady` nothing can be written."""
+    """A rank's transport ended (died, or was fenced); until it is ready nothing can be written."""
 
     detail: str
+    rank: int = 0
 
 
 class LegArrived(msgspec.Struct, frozen=True):
@@ -77,6 +80,8 @@ class MessageArrived(msgspec.Struct, frozen=True):
 
     message: NodeMessage
     incarnation: str
+    rank: int = 0
+    """Which of our ranks it was sent to."""
 
 
 class PeerStateChanged(msgspec.Struct, frozen=True):
@@ -88,10 +93,11 @@ class PeerStateChanged(msgspec.Struct, frozen=True):
 
 
 class RowsWritten(msgspec.Struct, frozen=True):
-    """Prefill: the rows [start, end) of one region are final in the arena."""
+    """Prefill: the rows [start, end) of one region are final in every rank that holds it."""
 
     key: Key
     region: int
+    """An index into the whole model's layout."""
     start: int
     end: int
 
@@ -124,7 +130,7 @@ class OperationDone(msgspec.Struct, frozen=True):
 
 
 class MetadataRead(msgspec.Struct, frozen=True):
-    """Decode: the room field of a metadata slot; 0 means "not written"."""
+    """Decode: what every rank's metadata slot says; 0: one is not written, or they differ."""
 
     key: Key
     room: int

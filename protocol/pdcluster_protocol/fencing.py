@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from pdcluster_protocol.effects import Fence
 from pdcluster_protocol.ledger import Ledger
 
 ABORT_BUDGETS_MAX: Final = 10
@@ -26,13 +25,12 @@ class Fencing:
     def consider(self, *, bystanders: int) -> None:
         """Fence if there is a reason to; `bystanders` are transfers that it would delay."""
         ledger = self._ledger
-        if ledger.fencing or ledger.session is None:
+        if ledger.fencing or not ledger.ready:
             return
         pages, oldest = ledger.pool.waiting_for_fence()
         cause = self._cause(pages, oldest, bystanders) if oldest is not None else ""
         if cause:
-            ledger.fencing = True
-            ledger.emit(Fence(cause=cause, pages=pages))
+            ledger.fence(cause, pages)
 
     def _cause(self, pages: int, oldest: float, bystanders: int) -> str:
         ledger = self._ledger

@@ -98,7 +98,7 @@ def _decode_room(ledger: Ledger, room: DecodeRoom) -> None:
             _fail(room.key, f"{room.state} without pages of its own (order 2)")
     elif holds:
         _fail(room.key, f"{room.state} holds pages")
-    if room.state is ReceiverState.RUNNING and (room.landing is None or not room.landing.complete):
+    if room.state is ReceiverState.RUNNING and not room.complete:
         _fail(room.key, "decoding what was not verified (order 3)")
     waits = room.state not in (ReceiverState.RUNNING, ReceiverState.STOPPING)
     if waits and not (room.state is ReceiverState.DRAINING and ledger.pool.awaits_fence(room.key)):

@@ -15,16 +15,19 @@ import msgspec
 
 from pdcluster_protocol.admission import AdmissionQueue
 from pdcluster_protocol.deadlines import Deadlines
-from pdcluster_protocol.effects import Count, Effect, Send
+from pdcluster_protocol.effects import Count, Effect, Fence, Send
 from pdcluster_protocol.errors import IllegalTransition, Reason
-from pdcluster_protocol.ids import Key, RankAddress, attempt_milliseconds
+from pdcluster_protocol.ids import Key, attempt_milliseconds
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.limits import Limits, Timeouts
 from pdcluster_protocol.messages import NodeMessage
 from pdcluster_protocol.pages import PagePool
+from pdcluster_protocol.rank_layout import kv_facts
+from pdcluster_protocol.rank_mapping import KVFacts, RowSpread
+from pdcluster_protocol.ranks import Lane, OwnRank, RankPlace
 from pdcluster_protocol.story import Stories, Transition
 from pdcluster_protocol.table import Table
-from pdcluster_protocol.topology import Parallelism, RankCoordinate
+from pdcluster_protocol.topology import Parallelism
 
 
 class Clock(StrEnum):
@@ -48,23 +51,23 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What a node is made of; nothing here changes while it lives."""
 
     layout: KVLayout
+    """The whole model's; what each rank holds of it is in `ranks`."""
     page_count: int
-    metadata_offset: int
-    """Where the metadata buffers begin in the arena."""
-    metadata_buffers: tuple[tuple[int, int], ...]
-    """(offset in the arena, bytes of one slot's row) per buffer, in SGLang's order."""
     slot_count: int
     parallel: Parallelism
-    coordinate: RankCoordinate
+    ranks: tuple[RankPlace, ...]
+    """All ranks of this data-parallel rank, by unique rank."""
+    spread: RowSpread = RowSpread.FIRST_CP_RANK
+    """Which of prefill's context ranks send."""
     timeouts: Timeouts
     limits: Limits
     verify: bool = True
     scatter_seed: int | None = None
 
     @property
-    def rank(self) -> int:
-        """This rank's unique number inside its DP rank."""
-        return self.coordinate.unique_rank(self.parallel)
+    def facts(self) -> KVFacts:
+        """What the mapping of ranks must know of our rows."""
+        return kv_facts(self.layout, spread=self.spread)
 
 
 class Tombstone(msgspec.Struct, frozen=True):
@@ -100,18 +103,45 @@ class Ledger:
         self.deadlines: Deadlines[tuple[Clock, Key]] = Deadlines()
         self.now = 0.0
         self.incarnation = ""
-        self.address: RankAddress | None = None
-        self.session: str | None = None
-        self.base_address = 0
-        self.mapping = 0
-        """How often the transport has mapped our memory; peers tell old addresses by it."""
+        self.ranks = tuple(OwnRank(index, place) for index, place in enumerate(setup.ranks))
         self.draining: Reason | None = None
         self.fencing = False
-        """A fence was asked for and the new session is not there yet."""
+        """A fence was asked for and not every rank has its new session yet."""
+        self._unfenced: set[int] = set()
+        """Ranks whose mapping has not been destroyed since that fence was asked for."""
         self._effects: list[Effect] = []
         self._operations = 0
         self._newest_milliseconds = 0
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank has a transport session."""
+        return all(rank.session is not None for rank in self.ranks)
+
+    # --- transport ---
+
+    def fence(self, cause: str, pages: int) -> None:
+        """Ask for the end of every mapping through which writes could land; one at a time."""
+        self.fencing = True
+        self._unfenced = set(range(len(self.ranks)))
+        self.emit(Fence(cause=cause, pages=pages))
+
+    def transport_lost(self, rank: int) -> bool:
+        """A rank's mapping is gone; whether all that existed at the fence are.
+
+        Without a fence a node of one rank has none left, and of another one nothing is proven.
+        """
+        self.ranks[rank].session = None
+        self._unfenced.discard(rank)
+        return not self._unfenced if self.fencing else len(self.ranks) == 1
+
+    def transport_ready(self, rank: int, session: str, base_address: int) -> None:
+        """A rank's memory is mapped anew."""
+        own = self.ranks[rank]
+        own.session, own.base_address = session, base_address
+        own.mapping += 1
+        self.fencing = self.fencing and not (self.ready and not self._unfenced)
 
     # --- outbox ---
 
@@ -119,9 +149,9 @@ class Ledger:
         """Add an effect to the answer of this `handle`."""
         self._effects.append(effect)
 
-    def send(self, to: RankAddress, message: NodeMessage) -> None:
-        """Add a message to a peer's rank."""
-        self._effects.append(Send(to, message))
+    def send(self, lane: Lane, message: NodeMessage) -> None:
+        """Add a message from one of our ranks to one of a peer's."""
+        self._effects.append(Send(lane.peer, message, lane.rank))
 
     def count(self, what: str) -> None:
         """Note a message that is normal but useless."""

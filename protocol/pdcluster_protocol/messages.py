@@ -21,6 +21,7 @@ import msgspec
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import Key, RankAddress
 from pdcluster_protocol.layout import KVLayout
+from pdcluster_protocol.rank_mapping import RowSpread
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 
 WIRE_VERSION_MIN = 1
@@ -70,7 +71,10 @@ class RegisterKVArgs(msgspec.Struct, frozen=True, tag="PD_KVARGS"):
     dcp_size: int = 1
     dcp_rank: int = 0
     # ours, in the trailer
+    decode_pp_rank: int = 0
+    decode_pp_size: int = 1
     layout_digest: str = ""
+    """Of this rank's own regions."""
     page_count: int = 0
     slot_count: int = 0
     mapping: int = 0
@@ -134,7 +138,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="PD_ACCEPTED"):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """One contiguous write that has landed: what decode must verify before it may read."""
+    """One write of consecutive rows that has landed: decode must verify it before it may read."""
 
     index: int
     """Dense from 0 per key and rank: doubles are found by it."""
@@ -147,6 +151,10 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     """Valid bytes: the last page of a prompt may be partly filled."""
     digest: int
     """xxh3_64 of the bytes; 0 where checksums are off."""
+    offset: int = 0
+    """Where the part that was written begins in each row."""
+    width: int = 0
+    """Bytes of each row that were written; 0: whole rows."""
 
 
 class RunsLanded(msgspec.Struct, frozen=True, tag="PD_RUNS"):
@@ -253,6 +261,8 @@ class InstanceCard(msgspec.Struct, frozen=True):
     ranks: tuple[RankCard, ...] = ()
     parallel: Parallelism = Parallelism()
     layout: KVLayout | None = None
+    """The whole model's; what a rank holds of it follows from its place."""
+    spread: RowSpread = RowSpread.FIRST_CP_RANK
     allocation: str = "Early"
     fingerprint: str = ""
     served_name: str = ""
@@ -272,6 +282,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="PD_HELLO"):
     coordinate: RankCoordinate
     parallel: Parallelism
     layout: KVLayout
+    """The whole model's, whichever rank says it."""
     incarnation: str
     """Empty on the first connection; the sidecar of pod 0 mints it."""
     session: str
@@ -287,6 +298,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="PD_HELLO"):
     rooms: tuple[Key, ...] = ()
     """The snapshot of open rooms: a restarted sidecar rebuilds its mirror from it."""
     pid: int = 0
+    spread: RowSpread = RowSpread.FIRST_CP_RANK
 
 
 class HelloAnswer(msgspec.Struct, frozen=True, tag="PD_HELLO_ANSWER"):

@@ -1,6 +1,7 @@
-"""The participants of a dialect: one node per rank, `handle(event, now) → effects`.
+"""The participants of a dialect: one node per data-parallel rank, `handle(event, now) → effects`.
 
-`prefill_node` and `decode_node` make the two nodes of the push dialect. A node routes each event
+`prefill_node` and `decode_node` make the two nodes of the push dialect. A node has one or more
+ranks (`ranks`) and routes each event
 to the machine it concerns, then lets waiting requests have what was freed, then considers a fence.
 It never blocks and a peer's fault never raises.
 """
@@ -38,6 +39,7 @@ from pdcluster_protocol.messages import KVPoll, Load, NodeMessage, PeerState
 from pdcluster_protocol.pages import page_runs
 from pdcluster_protocol.push.decode_rooms import DecodeRooms
 from pdcluster_protocol.push.prefill_rooms import PrefillRooms
+from pdcluster_protocol.ranks import OwnRank
 from pdcluster_protocol.story import Transition
 
 
@@ -61,8 +63,8 @@ class Side(Protocol):
     def cancel(self, key: Key, reason: Reason, detail: str) -> bool:
         """End a room from its HTTP side; whether there is such a room."""
 
-    def message(self, message: NodeMessage, incarnation: str) -> None:
-        """A peer's message."""
+    def message(self, message: NodeMessage, incarnation: str, rank: int) -> None:
+        """A peer's message to one of our ranks."""
 
     def local(self, event: Event) -> None:
         """What the model, the transport's operations or the sidecar answered."""
@@ -73,11 +75,14 @@ class Side(Protocol):
     def due(self, clock: Clock, key: Key) -> None:
         """A clock ran out."""
 
-    def transport_lost(self) -> None:
-        """The transport is gone."""
+    def transport_lost(self, rank: int) -> None:
+        """A rank's transport is gone."""
 
-    def transport_ready(self) -> None:
-        """A new transport session."""
+    def fenced(self) -> None:
+        """Every mapping through which a peer could write is gone."""
+
+    def transport_ready(self, rank: int) -> None:
+        """A rank's new transport session."""
 
     def peer_died(self, incarnation: str, detail: str) -> None:
         """A peer instance is gone."""
@@ -107,7 +112,7 @@ class NodeStatistics(msgspec.Struct, frozen=True):
 
 
 class Node:
-    """One rank of one role."""
+    """One data-parallel rank of one role."""
 
     __slots__ = ("alone", "fencing", "ledger", "side")
 
@@ -123,7 +128,7 @@ class Node:
         """Take one event at a time `now` (monotonic seconds); return what to do."""
         self.ledger.now = now
         self._route(event)
-        if self.ledger.session is not None and not self.ledger.fencing:
+        if self.ledger.ready and not self.ledger.fencing:
             while (grant := self.ledger.queue.admit()) is not None:
                 self._granted(grant)
         self.fencing.consider(bystanders=self.side.writable_count())
@@ -172,8 +177,7 @@ class Node:
         pool = self.ledger.pool
         return {
             "incarnation": self.ledger.incarnation,
-            "address": str(self.ledger.address),
-            "transport_session": self.ledger.session or "",
+            "ranks": [_describe_rank(rank) for rank in self.ledger.ranks],
             "pages": {
                 "free": pool.free_count,
                 "owned": pool.owned_count,
@@ -210,7 +214,7 @@ class Node:
             case LegCancelled():
                 self._cancel(event)
             case MessageArrived():
-                self.side.message(event.message, event.incarnation)
+                self.side.message(event.message, event.incarnation, event.rank)
             case DecodeFinished():
                 self.side.local(event)
                 self.alone.finished(event.key)
@@ -228,17 +232,18 @@ class Node:
         ledger = self.ledger
         match event:
             case Joined():
-                ledger.incarnation, ledger.address = event.incarnation, event.address
+                ledger.incarnation = event.incarnation
+                ledger.ranks[event.rank].address = event.address
             case Drained():
                 ledger.draining = event.reason
             case TransportReady():
-                ledger.session, ledger.base_address = event.session, event.base_address
-                ledger.mapping += 1
-                ledger.fencing = False
-                self.side.transport_ready()
+                ledger.transport_ready(event.rank, event.session, event.base_address)
+                self.side.transport_ready(event.rank)
             case TransportLost():
-                ledger.session = None
-                self.side.transport_lost()
+                fenced = ledger.transport_lost(event.rank)
+                self.side.transport_lost(event.rank)
+                if fenced:
+                    self.side.fenced()
             case PeerStateChanged():
                 if event.state is PeerState.DEAD:
                     self.side.peer_died(event.incarnation, event.detail)
@@ -300,11 +305,20 @@ class Node:
         return f"prompt and answer need {tokens} tokens of KV, the pool holds {capacity}"
 
 
+def _describe_rank(rank: OwnRank) -> dict[str, object]:
+    place = rank.place
+    return {
+        "coordinate": msgspec.to_builtins(place.coordinate),
+        "address": str(rank.address),
+        "transport_session": rank.session or "",
+    }
+
+
 def prefill_node(setup: NodeSetup) -> Node:
-    """The prefill side of one rank, push dialect."""
+    """The prefill side of one data-parallel rank, push dialect."""
     return Node(setup, PrefillRooms)
 
 
 def decode_node(setup: NodeSetup) -> Node:
-    """The decode side of one rank, push dialect."""
+    """The decode side of one data-parallel rank, push dialect."""
     return Node(setup, DecodeRooms)

@@ -13,8 +13,7 @@ from pdcluster_protocol.effects import VerifyRun
 from pdcluster_protocol.ledger import Ledger
 from pdcluster_protocol.messages import KVPoll, Run, RunsLanded, Status
 from pdcluster_protocol.push.landing import Landing
-from pdcluster_protocol.push.runs import RunPlanner
-from support.ledgers import BUFFERS, LAYOUT, joined_ledger, key
+from support.ledgers import BUFFERS, LAYOUT, joined_ledger, key, whole_planner
 
 SLOT = 2
 
@@ -31,6 +30,7 @@ class LandingMachine(RuleBasedStateMachine):
         self.tokens, self.pages = tokens, tuple(pages[: LAYOUT.pages_for(tokens)])
         self.landing = Landing(
             self.ledger,
+            self.ledger.ranks[0],
             pages=tuple(pages),
             slot=SLOT,
             prompt_tokens=tokens,
@@ -44,7 +44,7 @@ class LandingMachine(RuleBasedStateMachine):
 
     def cut(self, regions: tuple[int, ...], order: Any) -> list[Run]:
         """The runs of some regions and metadata buffers, numbered as they happened to land."""
-        planner = RunPlanner(
+        planner = whole_planner(
             LAYOUT,
             prompt_tokens=self.tokens,
             sources=range(len(self.pages)),

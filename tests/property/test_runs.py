@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pdcluster_protocol.layout import KVLayout, Region
 from pdcluster_protocol.messages import Run
-from pdcluster_protocol.push.runs import PlannedRun, RunPlanner, coverage_fault, run_fault
+from pdcluster_protocol.push.runs import PlannedRun, coverage_fault, run_fault
+from support.ledgers import whole_planner
 
 SLOT = 3
 PAGE_COUNT = 40
@@ -64,7 +65,7 @@ def transfers(draw: st.DrawFn) -> Transfer:
 
 def cut(transfer: Transfer) -> list[PlannedRun]:
     """All runs, taken out between reports of final rows."""
-    planner = RunPlanner(
+    planner = whole_planner(
         transfer.layout,
         prompt_tokens=transfer.tokens,
         sources=transfer.sources,

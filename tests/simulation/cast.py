@@ -29,18 +29,25 @@ class Faults:
 
 
 @dataclass
-class Pod:
-    """One side: its node, its memory, its transport session."""
+class Rank:
+    """One rank of a side: its memory, address and transport session."""
 
-    name: str
-    node: Node
     memory: Memory
     address: RankAddress
-    incarnation: str
-    starts: int = 1
     sessions: int = 0
     losses: int = 0
     session: str = ""
+
+
+@dataclass
+class Pod:
+    """One side: its node and its ranks."""
+
+    name: str
+    node: Node
+    ranks: list[Rank]
+    incarnation: str
+    starts: int = 1
     computing: dict[Key, int] = field(default_factory=dict)
     wake: int = 0
 

@@ -17,7 +17,7 @@ from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import Key, mint_attempt
 from pdcluster_protocol.limits import Limits
 from simulation.cast import Faults, Pod, Request
-from simulation.memory import METADATA_ROWS
+from simulation.memory import Shape
 from simulation.world import World
 
 DEAF_SECONDS = 1.0
@@ -63,12 +63,13 @@ class Storm(Faults):
 class StormyWorld(World):
     """A world in a storm."""
 
-    def __init__(self, seed: int, storm: Storm) -> None:
+    def __init__(self, seed: int, storm: Storm, shape: Shape | None = None) -> None:
         self.storm = storm
         self.deaf_until = {"prefill": 0.0, "decode": 0.0}
         super().__init__(
             seed,
             storm,
+            shape=shape,
             pages=storm.pages,
             slots=storm.slots,
             limits=storm.limits,
@@ -85,14 +86,14 @@ class StormyWorld(World):
             self._sizes = (self.storm.pages + 3 * (starts - 1), self.storm.slots)
         return super()._make_pod(name, starts)
 
-    def _session_name(self, pod: Pod) -> str:
+    def _session_name(self, pod: Pod, index: int) -> str:
         if self.storm.old_names:
-            return f"{pod.name}:{pod.sessions % 3}"
-        return super()._session_name(pod)
+            return f"{pod.name}/{index}:{pod.ranks[index].sessions % 3}"
+        return super()._session_name(pod, index)
 
-    def lose_transport(self, pod: Pod) -> None:
+    def lose_transport(self, pod: Pod, index: int = 0) -> None:
         if self.pods.get(pod.name) is pod:
-            super().lose_transport(pod)
+            super().lose_transport(pod, index)
 
     def _session_pause(self) -> float:
         return self.storm.session_seconds
@@ -133,7 +134,7 @@ class StormyWorld(World):
             return
         if self.happens(self.storm.straggle):
             self.count("late")
-            event = ev.MessageArrived(effect.message, pod.incarnation)
+            event = ev.MessageArrived(effect.message, pod.incarnation, effect.to.port - 9000)
             seconds = self.random.random() * self.storm.straggle_seconds
             self.later(seconds, partial(self._give_to, effect.to.host, event))
             if self.happens(0.5):
@@ -147,16 +148,6 @@ class StormyWorld(World):
     def _write(self, pod: Pod, write: fx.Write) -> None:
         if not self.happens(self.storm.write_hangs):
             super()._write(pod, write)
-
-    def _land(self, pod: Pod, write: fx.Write, session: str, *, reported: bool) -> None:
-        memory = self.pods["decode"].memory
-        offset = write.destination_address - memory.base
-        end = memory.metadata_buffers[-1][0] + METADATA_ROWS[-1] * memory.slot_count
-        if 0 <= offset < end:
-            super()._land(pod, write, session, reported=reported)
-        elif not reported:
-            # A name that came again, but nothing is mapped at the old address.
-            self._done(pod, session, write.operation, ok=False)
 
     def _verify(self, pod: Pod, verify: fx.VerifyRun) -> None:
         if self.happens(self.storm.verify_late):

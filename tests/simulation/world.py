@@ -22,9 +22,9 @@ from pdcluster_protocol.ids import Key, RankAddress, mint_attempt
 from pdcluster_protocol.limits import Limits, Timeouts
 from pdcluster_protocol.messages import InstanceCard, PeerState, RankCard
 from pdcluster_protocol.nodes import decode_node, prefill_node
-from pdcluster_protocol.topology import Parallelism, RankCoordinate
-from simulation.cast import Faults, Pod, Request
-from simulation.memory import LAYOUT, Cell, Memory
+from pdcluster_protocol.push.prefill_rooms import PrefillRooms
+from simulation.cast import Faults, Pod, Rank, Request
+from simulation.memory import Memory, Shape
 
 BOOTSTRAP = RankAddress("prefill", 8998)
 TIMEOUTS = Timeouts(
@@ -40,6 +40,7 @@ class World:
         seed: int,
         faults: Faults | None = None,
         *,
+        shape: Shape | None = None,
         pages: int = 24,
         slots: int = 8,
         limits: Limits | None = None,
@@ -47,6 +48,7 @@ class World:
         log: Callable[[float, str, object], None] | None = None,
     ) -> None:
         self.random = random.Random(seed)
+        self.shape = shape or Shape()
         self.faults = faults or Faults()
         self.now = 0.0
         self.requests: dict[Key, Request] = {}
@@ -88,38 +90,59 @@ class World:
     # --- pods ---
 
     def _make_pod(self, name: str, starts: int = 1) -> Pod:
-        memory = Memory(*self._sizes, base=(1 << 32) * starts)
-        setup = memory.setup(
+        pages, slots = self._sizes
+        setup = self.shape.setup(
+            name,
+            pages=pages,
+            slots=slots,
             timeouts=self._timeouts,
             limits=self._limits,
             scatter_seed=self.random.getrandbits(32),
         )
         make = prefill_node if name == "prefill" else decode_node
-        address = RankAddress(name, 9000)
-        return Pod(name, make(setup), memory, address, f"{name}-{starts}", starts=starts)
+        ranks = [
+            Rank(
+                Memory(
+                    self.shape,
+                    setup.parallel,
+                    place,
+                    pages,
+                    slots,
+                    base=(1 << 32) * starts + (1 << 40) * index,
+                ),
+                RankAddress(name, 9000 + index),
+            )
+            for index, place in enumerate(setup.ranks)
+        ]
+        return Pod(name, make(setup), ranks, f"{name}-{starts}", starts=starts)
 
     def _start(self, pod: Pod) -> None:
-        self.give(pod, ev.Joined(pod.incarnation, pod.address))
-        self._new_session(pod)
+        for index, rank in enumerate(pod.ranks):
+            self.give(pod, ev.Joined(pod.incarnation, rank.address, index))
+        for index in range(len(pod.ranks)):
+            self._new_session(pod, index)
 
-    def _new_session(self, pod: Pod) -> None:
-        pod.sessions += 1
-        pod.session = self._session_name(pod)
-        pod.memory.base += 1 << 24
-        self.give(pod, ev.TransportReady(pod.session, pod.memory.base))
+    def _new_session(self, pod: Pod, index: int) -> None:
+        rank = pod.ranks[index]
+        rank.sessions += 1
+        rank.session = self._session_name(pod, index)
+        rank.memory.base += 1 << 24
+        self.give(pod, ev.TransportReady(rank.session, rank.memory.base, index))
 
-    def _session_name(self, pod: Pod) -> str:
-        return f"{pod.incarnation}:{pod.sessions}"
+    def _session_name(self, pod: Pod, index: int) -> str:
+        suffix = f"/{index}" if index else ""
+        return f"{pod.incarnation}:{pod.ranks[index].sessions}{suffix}"
 
-    def lose_transport(self, pod: Pod) -> None:
-        pod.session = ""
-        pod.losses += 1
-        losses = pod.losses
-        self.give(pod, ev.TransportLost("fenced"))
+    def lose_transport(self, pod: Pod, index: int = 0) -> None:
+        rank = pod.ranks[index]
+        rank.session = ""
+        rank.losses += 1
+        losses = rank.losses
+        self.give(pod, ev.TransportLost("fenced", index))
 
         def back() -> None:
-            if self.pods[pod.name] is pod and pod.losses == losses:
-                self._new_session(pod)
+            if self.pods[pod.name] is pod and rank.losses == losses:
+                self._new_session(pod, index)
 
         self.later(self._session_pause(), back)
 
@@ -129,7 +152,8 @@ class World:
     def crash(self, name: str) -> None:
         """SIGKILL of an engine: its node and memory are gone, its sidecar tells the peer."""
         old = self.pods[name]
-        old.session = ""
+        for rank in old.ranks:
+            rank.session = ""
         for request in self.requests.values():
             if name in request.legs and not request.ends[name]:
                 self._ended(old, request, Reason.ENGINE_DIED)
@@ -249,10 +273,13 @@ class World:
             case fx.ReadMetadata():
                 self.later(0.0, lambda: self._read_metadata(pod, effect))
             case fx.ClearMetadata():
-                pod.memory.cells.pop((len(LAYOUT.regions), effect.slot), None)
+                for rank in pod.ranks:
+                    rank.memory.set_room(effect.slot, None)
             case fx.Fence():
                 self.count("fence")
-                self.later(0.024, lambda: self.lose_transport(pod))
+                for index in range(len(pod.ranks)):
+                    seconds = 0.024 + (self.jitter() * 20 if index else 0.0)
+                    self.later(seconds, partial(self.lose_transport, pod, index))
             case _:
                 raise AssertionError(f"no world does {effect}")
 
@@ -268,9 +295,13 @@ class World:
             incarnation=prefill.incarnation,
             session="s",
             http=BOOTSTRAP,
-            ranks=(RankCard(RankCoordinate(), prefill.address, 30000),),
-            parallel=Parallelism(),
-            layout=LAYOUT,
+            ranks=tuple(
+                RankCard(rank.memory.place.coordinate, rank.address, 30000)
+                for rank in prefill.ranks
+            ),
+            parallel=self.shape.prefill,
+            layout=self.shape.layout,
+            spread=self.shape.spread,
             ready=True,
         )
         self.give(pod, ev.PeerResolved(BOOTSTRAP, card))
@@ -281,7 +312,7 @@ class World:
             if effect.to.host in self.silent or self.random.random() < self.faults.lose:
                 self.count("lost")
                 continue
-            event = ev.MessageArrived(effect.message, pod.incarnation)
+            event = ev.MessageArrived(effect.message, pod.incarnation, effect.to.port - 9000)
             self.later(self.jitter(), partial(self._give_to, effect.to.host, event))
 
     # --- the model ---
@@ -293,20 +324,27 @@ class World:
         if pod.computing.get(start.key) != 1 or self.pods[pod.name] is not pod:
             return
         end = min(done + 6, request.prompt_tokens)
-        for region in range(len(LAYOUT.regions)):
-            for position in range(done // LAYOUT.page_size, -(-end // LAYOUT.page_size)):
-                rows = min(end - position * LAYOUT.page_size, LAYOUT.page_size)
-                place = (region, start.pages[position])
-                pod.memory.cells[place] = Cell(start.key, region, position, rows)
+        for region in range(len(self.shape.layout.regions)):
+            for rank in pod.ranks:
+                self._compute_rows(rank.memory, start, region, range(done, end))
             self.give(pod, ev.RowsWritten(start.key, region, done, end))
         if end < request.prompt_tokens:
             self.later(self.jitter(), lambda: self._prefill(pod, start, end))
             return
-        for buffer in range(len(pod.memory.metadata_buffers)):
-            region = len(LAYOUT.regions) + buffer
-            pod.memory.cells[region, start.slot] = Cell(start.key, region, 0, 1)
+        for rank in pod.ranks:
+            rank.memory.set_room(start.slot, start.key)
         del pod.computing[start.key]
         self.give(pod, ev.PromptComputed(start.key))
+
+    def _compute_rows(
+        self, memory: Memory, start: fx.StartPrefill, region: int, tokens: range
+    ) -> None:
+        own = memory.own_region(region)
+        if own is None:
+            return
+        for token in tokens:
+            page = start.pages[token // self.shape.layout.page_size]
+            memory.compute(start.key, own, token, page)
 
     def _stop(self, pod: Pod, key: Key) -> None:
         pod.computing.pop(key, None)
@@ -314,13 +352,8 @@ class World:
 
     def _decode(self, pod: Pod, start: fx.StartDecode) -> None:
         request = self.requests[start.key]
-        for region in range(len(LAYOUT.regions)):
-            for position in range(LAYOUT.pages_for(request.prompt_tokens)):
-                rows = min(request.prompt_tokens - position * LAYOUT.page_size, LAYOUT.page_size)
-                expected = Cell(start.key, region, position, rows)
-                found = pod.memory.cells.get((region, start.pages[position]))
-                if found != expected:
-                    self.violations.append(f"decode would read {found}, not {expected}")
+        for index, rank in enumerate(pod.ranks):
+            self._check_read(index, rank.memory, start, request.prompt_tokens)
         request.decoded = True
         pod.computing[start.key] = 1
         self.later(self.jitter() * request.output_tokens, lambda: self._answered(pod, start.key))
@@ -329,58 +362,80 @@ class World:
         if pod.computing.pop(key, None):
             self.give(pod, ev.DecodeFinished(key))
 
+    def _check_read(self, index: int, memory: Memory, start: fx.StartDecode, tokens: int) -> None:
+        for region, own in enumerate(memory.place.layout.regions):
+            for token in range(tokens):
+                page = start.pages[token // self.shape.layout.page_size]
+                found = memory.read(region, token, page)
+                if found != memory.expected(start.key, region, token):
+                    self.violations.append(
+                        f"decode rank {index} would read {found!r} as {own.name} of token {token}"
+                    )
+
     # --- wires and memory ---
 
     def _write(self, pod: Pod, write: fx.Write) -> None:
-        session = pod.session
+        side = pod.node.side
+        assert isinstance(side, PrefillRooms)
+        owner = side.writing.owner(write.operation)
+        assert owner is not None
+        key, session = owner[0], pod.ranks[write.rank].session
         fails = self.random.random() < self.faults.write_fails
         late = self.random.random() < self.faults.write_lands_late
         if late or not fails:
             delay = self.jitter() + (self.random.random() * 2 if late and fails else 0)
-            self.later(delay, lambda: self._land(pod, write, session, reported=fails))
+            self.later(delay, lambda: self._land(pod, write, key, session, reported=fails))
         if fails:
-            self.later(self.jitter(), lambda: self._done(pod, session, write.operation, ok=False))
+            self.later(self.jitter(), lambda: self._done(pod, write, session, ok=False))
 
-    def _done(self, pod: Pod, session: str, operation: int, *, ok: bool, digest: int = 0) -> None:
-        if pod.session == session:
-            self.give(pod, ev.OperationDone(operation, ok, digest, "" if ok else "refused"))
+    def _done(self, pod: Pod, write: fx.Write, session: str, *, ok: bool, digest: int = 0) -> None:
+        if pod.ranks[write.rank].session == session:
+            event = ev.OperationDone(write.operation, ok, digest, "" if ok else "refused")
+            self.give(pod, event)
 
-    def _land(self, pod: Pod, write: fx.Write, session: str, *, reported: bool) -> None:
-        target = self.pods["decode"]
-        if target.session != write.target:
+    def _land(self, pod: Pod, write: fx.Write, key: Key, session: str, *, reported: bool) -> None:
+        target, stride = self.pods["decode"], write.destination_stride
+        rank = next((r for r in target.ranks if r.session == write.target), None)
+        offset = write.destination_address - rank.memory.base if rank else -1
+        reach = write.nbytes + (write.pieces - 1) * stride
+        if rank is None or not rank.memory.holds(offset, reach):
+            # Nothing is mapped there: the name is gone, or it came again with other memory.
             if not reported:
-                self._done(pod, session, write.operation, ok=False)
+                self._done(pod, write, session, ok=False)
             return
-        digest = pod.memory.digest(write.source_offset, write.nbytes)
-        sources = pod.memory.span(write.source_offset, write.nbytes)
-        targets = target.memory.span(write.destination_address - target.memory.base, write.nbytes)
-        for source, place in zip(sources, targets, strict=True):
-            cell = pod.memory.cells.get(source)
-            self._may_write(target, place, cell)
-            if cell is not None and self.random.random() < self.faults.flip:
-                cell = Cell(cell.key, cell.region, cell.position, cell.rows, flipped=True)
-                self.count("flipped")
-            if cell is not None:
-                target.memory.cells[place] = cell
+        source = pod.ranks[write.rank].memory
+        digest = source.digest(write.source_offset, write.nbytes, write.pieces, write.source_stride)
+        flips = self.random.random() < self.faults.flip
+        self.count("flipped", int(flips))
+        for index in range(write.pieces):
+            begin = write.source_offset + index * write.source_stride
+            piece = bytearray(source.content[begin : begin + write.nbytes])
+            if flips and index == write.pieces - 1:
+                piece[-1] ^= 1
+            at = offset + index * stride
+            self._may_write(target, rank.memory.touched(at, len(piece)), key)
+            rank.memory.content[at : at + len(piece)] = piece
         if not reported:
-            self._done(pod, session, write.operation, ok=True, digest=digest)
+            self._done(pod, write, session, ok=True, digest=digest)
 
-    def _may_write(self, target: Pod, place: tuple[int, int], cell: Cell | None) -> None:
+    def _may_write(self, target: Pod, touched: tuple[bool, set[int]], key: Key) -> None:
         """No byte lands in a page that its request does not hold (owned or in quarantine)."""
-        region, page = place
-        pool = target.node.ledger.pool if region < len(LAYOUT.regions) else target.node.ledger.slots
-        holder = pool.holder_of(page)
-        if cell is not None and self.requests[cell.key].mismatched:
-            self.violations.append(f"{cell} was written for a prompt with other tokens")
-        if cell is None or holder != cell.key:
-            self.violations.append(f"{cell} landed in page {page} of {holder}")
+        metadata, pages = touched
+        pool = target.node.ledger.slots if metadata else target.node.ledger.pool
+        if self.requests[key].mismatched:
+            self.violations.append(f"{key} was written for a prompt with other tokens")
+        for page in pages:
+            holder = pool.holder_of(page)
+            if holder != key:
+                self.violations.append(f"{key} landed in page {page} of {holder}")
 
     def _verify(self, pod: Pod, verify: fx.VerifyRun) -> None:
-        if not pod.session:
+        rank = pod.ranks[verify.rank]
+        if not rank.session:
             return
-        digest = pod.memory.digest(verify.offset, verify.nbytes)
+        digest = rank.memory.digest(verify.offset, verify.nbytes, verify.pieces, verify.stride)
         self.give(pod, ev.OperationDone(verify.operation, ok=True, digest=digest))
 
     def _read_metadata(self, pod: Pod, read: fx.ReadMetadata) -> None:
-        cell = pod.memory.cells.get((len(LAYOUT.regions), read.slot))
-        self.give(pod, ev.MetadataRead(read.key, cell.key.room if cell else 0))
+        rooms = {rank.memory.room(read.slot) for rank in pod.ranks}
+        self.give(pod, ev.MetadataRead(read.key, rooms.pop() if len(rooms) == 1 else 0))

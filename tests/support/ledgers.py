@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pdcluster_protocol.effects import Effect, Send
@@ -9,7 +10,12 @@ from pdcluster_protocol.ids import Key, RankAddress
 from pdcluster_protocol.layout import KVLayout, Region
 from pdcluster_protocol.ledger import Ledger, NodeSetup
 from pdcluster_protocol.limits import Limits, Timeouts
-from pdcluster_protocol.messages import NodeMessage
+from pdcluster_protocol.messages import NodeMessage, RegisterKVArgs
+from pdcluster_protocol.push.destinations import Destination
+from pdcluster_protocol.push.routes import Part, Route, Routes
+from pdcluster_protocol.push.runs import RunPlanner
+from pdcluster_protocol.ranks import Lane, RankPlace
+from pdcluster_protocol.segments import PagePair, RowSlice
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 
 LAYOUT = KVLayout(
@@ -20,6 +26,8 @@ BUFFERS = ((20000, 16), (21000, 8))
 HERE = RankAddress("127.64.0.1", 9000)
 PEER = RankAddress("127.64.0.2", 9000)
 OTHER_PEER = RankAddress("127.64.0.3", 9000)
+LANE = Lane(0, PEER)
+OTHER_LANE = Lane(0, OTHER_PEER)
 
 
 def key(room: int = 1, milliseconds: int = 1000) -> Key:
@@ -30,11 +38,9 @@ def node_setup(**changes: Any) -> NodeSetup:
     fields: dict[str, Any] = {
         "layout": LAYOUT,
         "page_count": 16,
-        "metadata_offset": 20000,
-        "metadata_buffers": BUFFERS,
         "slot_count": 4,
         "parallel": Parallelism(),
-        "coordinate": RankCoordinate(),
+        "ranks": (RankPlace(coordinate=RankCoordinate(), layout=LAYOUT, metadata_buffers=BUFFERS),),
         "timeouts": Timeouts(),
         "limits": Limits(),
     }
@@ -44,8 +50,70 @@ def node_setup(**changes: Any) -> NodeSetup:
 def joined_ledger(**changes: Any) -> Ledger:
     """A ledger whose rank has an address and a transport session."""
     ledger = Ledger(node_setup(**changes))
-    ledger.address, ledger.session = HERE, "127.64.0.1:15000"
+    for rank in ledger.ranks:
+        rank.address, rank.session = HERE, "127.64.0.1:15000"
     return ledger
+
+
+def whole_parts(layout: KVLayout) -> tuple[Part, ...]:
+    """What a rank sends that has everything, to one that needs everything."""
+    return tuple(
+        Part(
+            index,
+            RowSlice(index, 0, region.bytes_per_token, index, 0, *[region.bytes_per_token] * 2),
+        )
+        for index, region in enumerate(layout.regions)
+    )
+
+
+def whole_planner(
+    layout: KVLayout,
+    *,
+    prompt_tokens: int,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    bytes_max: int,
+) -> RunPlanner:
+    """A planner between two replicas of one rank each."""
+    pairs = enumerate(zip(sources, targets, strict=False))
+    pages = [PagePair(position, source, target) for position, (source, target) in pairs]
+    return RunPlanner(
+        whole_parts(layout),
+        pages,
+        prompt_tokens=prompt_tokens,
+        page_size=layout.page_size,
+        bytes_max=bytes_max,
+    )
+
+
+def one_rank_route() -> Route:
+    """From the only rank of a prefill replica to the only one of a decode replica."""
+    routes = Routes(node_setup())
+    mapping, coordinate = routes.of(RegisterKVArgs(PEER, "s", (), (), ()))
+    return routes.route(mapping, 0, coordinate)
+
+
+def destination(
+    session: str = "s",
+    incarnation: str = "i",
+    *,
+    region_bases: tuple[int, ...] = (0, 0, 0),
+    buffer_bases: tuple[int, ...] = (0, 0),
+    page_count: int = 16,
+    slot_count: int = 4,
+) -> Destination:
+    """The memory of the only rank of a decode replica."""
+    return Destination(
+        session,
+        incarnation,
+        region_bases,
+        buffer_bases,
+        page_count,
+        slot_count,
+        one_rank_route().mapping,
+        RankCoordinate(),
+        LAYOUT,
+    )
 
 
 def sent(effects: list[Effect]) -> list[tuple[RankAddress, NodeMessage]]:

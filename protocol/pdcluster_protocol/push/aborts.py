@@ -7,13 +7,14 @@ or of another incarnation of the instance, proves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from pdcluster_protocol.ids import Key
 from pdcluster_protocol.ledger import Clock, Ledger
-from pdcluster_protocol.messages import Abort, AbortAck, RankCard
+from pdcluster_protocol.messages import Abort, AbortAck
+from pdcluster_protocol.ranks import Lane
 
 
 class PendingAbort(msgspec.Struct, kw_only=True):
@@ -21,14 +22,14 @@ class PendingAbort(msgspec.Struct, kw_only=True):
 
     generation: int
     incarnation: str
-    ranks: dict[int, RankCard]
-    """The ranks that have not answered yet, by unique rank."""
+    waiting: dict[tuple[int, int], Lane]
+    """Who has not answered yet, by our rank that asked and the unique rank that was asked."""
     repeat_seconds: float
     drained: bool = True
 
 
 class Aborts:
-    """Cancels under way of one decode rank; each belongs to a room that drains."""
+    """Cancels under way of one decode node; each belongs to a room that drains."""
 
     __slots__ = ("_generation", "_ledger", "_pending")
 
@@ -40,23 +41,26 @@ class Aborts:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def tell(self, key: Key, ranks: tuple[RankCard, ...]) -> None:
+    def tell(self, key: Key, lanes: Iterable[Lane]) -> None:
         """Nothing was published for this key: tell prefill to forget it, ask for no proof."""
-        if self._ledger.address is None:
-            return
-        for rank in ranks:
-            self._ledger.send(rank.address, Abort(key, self._ledger.address))
+        for lane in lanes:
+            self._send(key, lane, None)
 
     def begin(
-        self, key: Key, *, ranks: Mapping[int, RankCard], incarnation: str, provable: bool
+        self,
+        key: Key,
+        *,
+        waiting: Mapping[tuple[int, int], Lane],
+        incarnation: str,
+        provable: bool,
     ) -> None:
-        """Ask every rank, named by its unique rank, for proof; `provable` False: none can come."""
+        """Ask every rank that was given addresses for proof; `provable` False: none can come."""
         limits, timeouts = self._ledger.setup.limits, self._ledger.setup.timeouts
         self._generation += 1
         self._pending[key] = PendingAbort(
             generation=self._generation,
             incarnation=incarnation,
-            ranks=dict(ranks),
+            waiting=dict(waiting),
             repeat_seconds=limits.retransmit_seconds_min,
         )
         self._ledger.set_clock(Clock.ABORT, key, timeouts.abort_seconds)
@@ -66,17 +70,16 @@ class Aborts:
     def repeat(self, key: Key) -> None:
         """Send the ABORT to the ranks that have not answered."""
         pending = self._pending.get(key)
-        if pending is None or self._ledger.address is None:
+        if pending is None or self._ledger.ranks[0].address is None:
             return
-        for rank in pending.ranks.values():
-            message = Abort(key, self._ledger.address, pending.generation)
-            self._ledger.send(rank.address, message)
+        for lane in pending.waiting.values():
+            self._send(key, lane, pending.generation)
         self._ledger.set_clock(Clock.REPEAT, key, pending.repeat_seconds)
         limit = self._ledger.setup.limits.retransmit_seconds_max
         pending.repeat_seconds = min(pending.repeat_seconds * 2, limit)
 
-    def acknowledged(self, key: Key, ack: AbortAck, incarnation: str) -> bool:
-        """Note one rank's ACK; True when every rank has drained."""
+    def acknowledged(self, key: Key, ack: AbortAck, incarnation: str, rank: int) -> bool:
+        """Note an ACK to one of our ranks; True when every rank has drained."""
         pending = self._pending.get(key)
         if (
             pending is None
@@ -85,9 +88,9 @@ class Aborts:
         ):
             self._ledger.count("abort_ack_stale")
             return False
-        pending.ranks.pop(ack.rank, None)
+        pending.waiting.pop((rank, ack.rank), None)
         pending.drained = pending.drained and ack.drained
-        if pending.ranks:
+        if pending.waiting:
             return False
         if not pending.drained:
             self.unprovable(key)
@@ -104,3 +107,8 @@ class Aborts:
         """Proof has come."""
         self._pending.pop(key, None)
         self._ledger.stop_clocks(key, (Clock.REPEAT, Clock.ABORT))
+
+    def _send(self, key: Key, lane: Lane, generation: int | None) -> None:
+        address = self._ledger.ranks[lane.rank].address
+        if address is not None:
+            self._ledger.send(lane, Abort(key, address, generation))

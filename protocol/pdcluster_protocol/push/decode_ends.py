@@ -13,10 +13,11 @@ from pdcluster_protocol.messages import KVPoll
 from pdcluster_protocol.push.aborts import Aborts
 from pdcluster_protocol.push.decode_room import WRITABLE, DecodeRoom
 from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
+from pdcluster_protocol.ranks import Lane
 
 
 class DecodeEnds:
-    """Ends rooms of one decode rank; shares the table of rooms with `DecodeRooms`."""
+    """Ends rooms of one decode node; shares the table of rooms with `DecodeRooms`."""
 
     __slots__ = ("_aborts", "_ledger", "_rooms")
 
@@ -45,7 +46,7 @@ class DecodeEnds:
         ledger.emit(ConcludeLeg(room.key, reason, detail))
         ledger.advance(RECEIVER, room, ReceiverTrigger.FAULT, f"{reason}: {detail}")
         if room.state is ReceiverState.FAILED:
-            self._aborts.tell(room.key, room.ranks)
+            self._aborts.tell(room.key, room.lanes())
             self.close(room, KVPoll.FAILED)
         elif writable:
             ledger.pool.quarantine(room.key, ledger.now, needs_fence=not provable)
@@ -53,7 +54,11 @@ class DecodeEnds:
             assert room.card is not None
             self._aborts.begin(
                 room.key,
-                ranks={r.coordinate.unique_rank(room.card.parallel): r for r in room.ranks},
+                waiting={
+                    (rank, peer.rank): Lane(rank, peer.address)
+                    for rank, peers in enumerate(room.prefill_ranks)
+                    for peer in peers
+                },
                 incarnation=room.card.incarnation,
                 provable=provable,
             )
@@ -74,7 +79,7 @@ class DecodeEnds:
         ledger = self._ledger
         del self._rooms[room.key.room]
         ledger.stop_clocks(room.key)
-        if room.landing is not None and not room.landing.drained:
+        if not room.drained:
             # An earlier write of this key may still land: only a fence frees these pages.
             ledger.pool.quarantine(room.key, ledger.now, needs_fence=True)
             ledger.slots.quarantine(room.key, ledger.now, needs_fence=True)

@@ -1,4 +1,4 @@
-"""All decode rooms of one rank: events in, effects through the ledger.
+"""All decode rooms of one node: events in, effects through the ledger.
 
 A room resolves its prefill instance, reserves and locks pages and a slot, sends their numbers,
 verifies what lands, hands over to the model, and releases. Whatever ends it while prefill may still
@@ -44,6 +44,8 @@ from pdcluster_protocol.push.landing import Landing
 from pdcluster_protocol.push.publishing import Publishing
 from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
 from pdcluster_protocol.push.resolution import Resolution
+from pdcluster_protocol.rank_mapping import Purpose
+from pdcluster_protocol.ranks import Lane
 
 
 class DecodeRooms:
@@ -52,7 +54,8 @@ class DecodeRooms:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.rooms: dict[int, DecodeRoom] = {}
-        self._verifications: dict[int, Key] = {}
+        self._verifications: dict[int, tuple[Key, int]] = {}
+        """Whose they are, and in which of our ranks."""
         self.publishing = Publishing(ledger)
         self.aborts = Aborts(ledger)
         self._ends = DecodeEnds(ledger, self.rooms, self.aborts)
@@ -77,17 +80,17 @@ class DecodeRooms:
         """Decode keeps nothing outside its rooms."""
         return 0
 
-    def message(self, message: NodeMessage, incarnation: str) -> None:
-        """A prefill rank's message."""
+    def message(self, message: NodeMessage, incarnation: str, rank: int) -> None:
+        """A prefill rank's message to one of our ranks."""
         match message:
             case Accepted():
                 self.accepted(message)
             case RunsLanded():
-                self.runs_landed(message)
+                self.runs_landed(message, rank)
             case Status():
-                self.status_arrived(message)
+                self.status_arrived(message, rank)
             case AbortAck():
-                self.abort_acknowledged(message, incarnation)
+                self.abort_acknowledged(message, incarnation, rank)
             case _:
                 self._ledger.count("message_for_the_other_role")
 
@@ -131,14 +134,16 @@ class DecodeRooms:
         timeouts = ledger.setup.timeouts
         assert grant.slot is not None
         room.pages, room.slot, room.epoch = grant.pages, grant.slot, ledger.pool.epoch
-        room.landing = Landing(
-            ledger,
-            pages=room.pages,
-            slot=room.slot,
-            prompt_tokens=room.leg.prompt_tokens,
-            ranks=frozenset(
-                rank.coordinate.unique_rank(room.card.parallel) for rank in room.ranks if room.card
-            ),
+        room.landings = tuple(
+            Landing(
+                ledger,
+                own,
+                pages=room.pages,
+                slot=room.slot,
+                prompt_tokens=room.leg.prompt_tokens,
+                ranks=frozenset(peer.rank for peer in peers if peer.purpose is Purpose.REAL),
+            )
+            for own, peers in zip(ledger.ranks, room.prefill_ranks, strict=True)
         )
         ledger.emit(ClearMetadata(room.slot))
         ledger.advance(RECEIVER, room, ReceiverTrigger.ADMITTED, f"{len(room.pages)} pages")
@@ -159,68 +164,69 @@ class DecodeRooms:
             return
         self._alive(room)
 
-    def runs_landed(self, message: RunsLanded) -> None:
-        """Runs were written: verify them."""
+    def runs_landed(self, message: RunsLanded, rank: int) -> None:
+        """Runs were written to one of our ranks: verify them."""
         room = self._room(message.key)
-        if room is None or room.state not in WRITABLE or room.landing is None:
+        if room is None or room.state not in WRITABLE:
             self._ledger.count("runs_unknown")
             return
         if message.epoch != room.epoch:
             self._ledger.count("runs_stale")
             return
         self._alive(room)
-        fault = room.landing.announce(message)
-        self._verifications.update(dict.fromkeys(room.landing.operations(), room.key))
+        landing = room.landings[rank]
+        fault = landing.announce(message)
+        self._own_operations(room, rank)
         if fault:
             self._ends.fail(room, Reason.WIRE_ERROR, fault)
         else:
             self._complete(room)
 
-    def status_arrived(self, status: Status) -> None:
-        """One rank's final word."""
+    def status_arrived(self, status: Status, rank: int) -> None:
+        """A prefill rank's final word to one of our ranks."""
         ledger, key = self._ledger, status.key
         room = self._room(key)
-        if room is None or room.state not in WRITABLE or room.landing is None:
-            self._answer_late(room, status)
+        if room is None or room.state not in WRITABLE:
+            self._answer_late(room, status, rank)
             return
         if status.status == KVPoll.FAILED:
             self._ends.fail(
                 room, parse_reason(status.reason), f"prefill: {status.detail or status.reason}"
             )
-            self._answer_late(self._room(key), status)
+            self._answer_late(self._room(key), status, rank)
         elif status.status == KVPoll.SUCCESS:
             ours = (room.leg.prompt_tokens, room.leg.prompt_digest)
             if status.prompt_digest and (status.prompt_tokens, status.prompt_digest) != ours:
                 self._ends.fail(room, Reason.TOKEN_MISMATCH, "prefill computed other token ids")
                 return
             self._alive(room)
-            room.landing.succeeded(status)
+            room.landings[rank].succeeded(status)
             self._complete(room)
         else:
             ledger.count("status_unexpected")
 
-    def abort_acknowledged(self, ack: AbortAck, incarnation: str) -> None:
+    def abort_acknowledged(self, ack: AbortAck, incarnation: str, rank: int) -> None:
         """A rank says that nothing of this key is written any more."""
         room = self._room(ack.key)
         if room is None or room.state is not ReceiverState.DRAINING:
             self._ledger.count("abort_ack_unknown")
             return
-        if self.aborts.acknowledged(room.key, ack, incarnation):
+        if self.aborts.acknowledged(room.key, ack, incarnation, rank):
             self._ends.proven(room)
 
     # --- executor's answers ---
 
     def operation_done(self, event: OperationDone) -> None:
         """A verification ended; one that a dead room asked for means nothing."""
-        key = self._verifications.pop(event.operation, None)
+        key, rank = self._verifications.pop(event.operation, (None, 0))
         room = None if key is None else self._room(key)
-        if room is None or room.landing is None or room.state not in WRITABLE:
+        if room is None or room.state not in WRITABLE:
             self._ledger.count("operation_unknown")
             return
         if not event.ok:
             self._ends.fail(room, Reason.TRANSFER_FAILED, f"verification failed: {event.detail}")
             return
-        wrong = room.landing.verified(event.operation, event.digest)
+        wrong = room.landings[rank].verified(event.operation, event.digest)
         if wrong is None:
             self._complete(room)
         else:
@@ -244,8 +250,8 @@ class DecodeRooms:
         ledger = self._ledger
         ledger.stop_clocks(room.key)
         ledger.advance(RECEIVER, room, ReceiverTrigger.ROOM_ECHOED)
-        for rank in room.ranks:
-            ledger.send(rank.address, Concluded(room.key, KVPoll.SUCCESS))
+        for lane in room.lanes():
+            ledger.send(lane, Concluded(room.key, KVPoll.SUCCESS))
         ledger.emit(StartDecode(room.key, room.pages, room.slot))
 
     def decode_finished(self, key: Key) -> None:
@@ -273,23 +279,27 @@ class DecodeRooms:
 
     # --- transport and peers ---
 
-    def transport_lost(self) -> None:
-        """The mapping is gone, and with it every write that was under way: that is a fence."""
-        self._verifications.clear()
+    def transport_lost(self, rank: int) -> None:
+        """A rank's mapping is gone: what was verified in it must be verified again."""
+        for operation in [n for n, (_, own) in self._verifications.items() if own == rank]:
+            del self._verifications[operation]
+
+    def fenced(self) -> None:
+        """Every mapping through which a write could land is gone: quarantine ends."""
         self._ledger.slots.absolve_fenced()
         for key in self._ledger.pool.absolve_fenced():
             room = self._room(key)
             if room is not None and room.state is ReceiverState.DRAINING:
                 self._ends.proven(room, "fenced")
 
-    def transport_ready(self) -> None:
-        """A new session: tell every prefill rank that may write, and verify again."""
+    def transport_ready(self, rank: int) -> None:
+        """A rank's new session; with the last one tell every prefill rank that may write."""
         self.publishing.forget_session()
         for room in list(self.rooms.values()):
-            if room.state in WRITABLE and room.landing is not None:
+            if room.state in WRITABLE and room.landings:
+                room.landings[rank].restart()
+                self._own_operations(room, rank)
                 self.publishing.publish(room)
-                room.landing.restart()
-                self._verifications.update(dict.fromkeys(room.landing.operations(), room.key))
 
     def peer_died(self, incarnation: str, detail: str) -> None:
         """A prefill instance is gone: what it wrote last may still land, so only a fence helps."""
@@ -337,23 +347,28 @@ class DecodeRooms:
         room = self.rooms.get(key.room)
         return room if room is not None and room.key == key else None
 
+    def _own_operations(self, room: DecodeRoom, rank: int) -> None:
+        """Remember whose the verifications are that one of our ranks has under way."""
+        operations = room.landings[rank].operations()
+        self._verifications.update(dict.fromkeys(operations, (room.key, rank)))
+
     def _alive(self, room: DecodeRoom) -> None:
         self._ledger.set_clock(Clock.STALL, room.key, self._ledger.setup.timeouts.stall_seconds)
         if room.state is ReceiverState.PUBLISHED:
             self._ledger.advance(RECEIVER, room, ReceiverTrigger.PREFILL_ALIVE)
 
     def _complete(self, room: DecodeRoom) -> None:
-        landing = room.landing
-        if room.state is not ReceiverState.TRANSFERRING or landing is None or not landing.complete:
+        if room.state is not ReceiverState.TRANSFERRING or not room.complete:
             return
-        fault = landing.coverage_fault()
-        if fault:
-            self._ends.fail(room, Reason.TRANSFER_FAILED, fault)
-            return
+        for landing in room.landings:
+            fault = landing.coverage_fault()
+            if fault:
+                self._ends.fail(room, Reason.TRANSFER_FAILED, fault)
+                return
         self._ledger.advance(RECEIVER, room, ReceiverTrigger.ALL_VERIFIED)
         self._ledger.emit(ReadMetadata(room.key, room.slot))
 
-    def _answer_late(self, room: DecodeRoom | None, status: Status) -> None:
+    def _answer_late(self, room: DecodeRoom | None, status: Status, rank: int) -> None:
         """A status that changes nothing here is still answered, or prefill repeats it."""
         final, reason = KVPoll.FAILED, ""
         if room is not None:
@@ -363,4 +378,5 @@ class DecodeRooms:
             final, reason = KVPoll(buried.status), buried.reason
         self._ledger.count("status_late")
         if status.reply_to is not None:
-            self._ledger.send(status.reply_to, Concluded(status.key, final, reason))
+            lane = Lane(rank, status.reply_to)
+            self._ledger.send(lane, Concluded(status.key, final, reason))

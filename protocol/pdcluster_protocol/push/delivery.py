@@ -1,4 +1,4 @@
-"""One destination of one prefill room: what is to be written there, is on its way, has landed.
+"""What one prefill rank has to write to one decode rank: to do, on its way, landed.
 
 An operation that ended without success is *lost*, not stopped: it waits for a new session (the
 peer's memory was fenced and is mapped anew, or our own transfer process was replaced) and is then
@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import msgspec
 
-from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.messages import Run
 from pdcluster_protocol.push.destinations import Destination
+from pdcluster_protocol.push.routes import Route
 from pdcluster_protocol.push.runs import PlannedRun, RunPlanner
+from pdcluster_protocol.ranks import Lane
 
 
 class Delivery(msgspec.Struct, kw_only=True):
     """Mutable state of one destination; owned by its room."""
 
-    reply_to: RankAddress
+    lane: Lane
     incarnation: str
     destination: Destination
+    route: Route
     pages: tuple[int, ...]
     slot: int
     epoch: int
@@ -39,17 +41,12 @@ class Delivery(msgspec.Struct, kw_only=True):
 
     @property
     def landed(self) -> bool:
-        """Whether everything, metadata rows included, has landed."""
-        return (
-            self.planner is not None
-            and self.planner.complete
-            and self.metadata_planned
-            and not (self.outstanding or self.lost or self.again)
-        )
+        """Whether everything has landed, metadata rows included where this rank sends them."""
+        return self.kv_landed and (self.metadata_planned or not self.route.sends_metadata)
 
     @property
     def kv_landed(self) -> bool:
-        """Whether every KV run has landed; the metadata rows are written after that."""
+        """Whether nothing is under way and every KV run has been; metadata rows come after that."""
         return (
             self.planner is not None
             and self.planner.complete
@@ -84,7 +81,9 @@ class Delivery(msgspec.Struct, kw_only=True):
                 region=planned.region,
                 first_page=planned.first_page,
                 pages=planned.pages,
-                nbytes=planned.nbytes,
+                nbytes=planned.nbytes * planned.pieces,
                 digest=digest,
+                offset=planned.offset,
+                width=planned.width,
             )
         )

@@ -11,6 +11,9 @@ import msgspec
 from pdcluster_protocol.errors import LayoutMismatch
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.messages import RegisterKVArgs
+from pdcluster_protocol.push.routes import Routes
+from pdcluster_protocol.rank_mapping import RankMapping
+from pdcluster_protocol.topology import RankCoordinate
 
 
 def is_state(kind: str) -> bool:
@@ -29,6 +32,11 @@ class Destination(msgspec.Struct, frozen=True):
     """Absolute address of slot 0 per metadata buffer."""
     page_count: int
     slot_count: int
+    rank_mapping: RankMapping
+    coordinate: RankCoordinate
+    """Its place in its replica; the data-parallel rank is not said and does not matter."""
+    layout: KVLayout
+    """What it holds of the whole model's rows."""
     mapping: int = 0
 
     def follows(self, earlier: Destination) -> bool:
@@ -74,13 +82,15 @@ def register_kv_args(
 
 
 def require_destination(
-    layout: KVLayout, *, buffer_count: int, args: RegisterKVArgs, incarnation: str
+    routes: Routes, *, buffer_count: int, args: RegisterKVArgs, incarnation: str
 ) -> Destination:
-    """Check a registration against our layout.
+    """Check a registration against what the rank it comes from must hold.
 
     Raises:
         LayoutMismatch: naming what differs with both values.
     """
+    rank_mapping, coordinate = routes.of(args)
+    layout = routes.layout(rank_mapping, coordinate)
     kv = [i for i, region in enumerate(layout.regions) if not is_state(region.kind)]
     state = [i for i, region in enumerate(layout.regions) if is_state(region.kind)]
     state_pointers = args.state_pointers[0] if args.state_pointers else ()
@@ -102,6 +112,9 @@ def require_destination(
     for index, address in zip(state, state_pointers, strict=True):
         bases[index] = address
     return Destination(
+        rank_mapping=rank_mapping,
+        coordinate=coordinate,
+        layout=layout,
         session=args.session,
         incarnation=incarnation,
         region_bases=tuple(bases),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.ids import Key
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.messages import KVPoll, Status
+from pdcluster_protocol.ranks import Lane
 
 REPEATS_MAX = 8
 DETAIL_LENGTH_MAX = 400
@@ -19,8 +20,9 @@ DETAIL_LENGTH_MAX = 400
 class Farewell(msgspec.Struct):
     """One status and who must hear it."""
 
-    targets: tuple[RankAddress, ...]
+    lanes: tuple[Lane, ...]
     status: Status
+    """Each of our ranks says it with its own number and address."""
     repeat_seconds: float
     repeats: int = 0
 
@@ -41,7 +43,7 @@ class Farewells:
         """Keys whose last word is still repeated."""
         return tuple(self._by_key)
 
-    def say(self, key: Key, targets: tuple[RankAddress, ...], *, reason: str, detail: str) -> None:
+    def say(self, key: Key, lanes: tuple[Lane, ...], *, reason: str, detail: str) -> None:
         """Send a Failed status now and repeat it."""
         ledger = self._ledger
         limits = ledger.setup.limits
@@ -50,12 +52,11 @@ class Farewells:
         status = Status(
             key=key,
             status=KVPoll.FAILED,
-            rank=ledger.setup.rank,
+            rank=0,
             reason=reason,
             detail=detail[:DETAIL_LENGTH_MAX],
-            reply_to=ledger.address,
         )
-        farewell = Farewell(targets, status, limits.retransmit_seconds_min)
+        farewell = Farewell(lanes, status, limits.retransmit_seconds_min)
         self._by_key[key] = farewell
         self._send(key, farewell)
 
@@ -77,8 +78,10 @@ class Farewells:
         self._send(key, farewell)
 
     def _send(self, key: Key, farewell: Farewell) -> None:
-        for target in farewell.targets:
-            self._ledger.send(target, farewell.status)
+        for lane in farewell.lanes:
+            address = self._ledger.ranks[lane.rank].address
+            status = msgspec.structs.replace(farewell.status, rank=lane.rank, reply_to=address)
+            self._ledger.send(lane, status)
         self._ledger.set_clock(Clock.FAREWELL, key, farewell.repeat_seconds)
         farewell.repeat_seconds = min(
             farewell.repeat_seconds * 2, self._ledger.setup.limits.retransmit_seconds_max

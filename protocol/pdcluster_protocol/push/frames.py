@@ -188,6 +188,8 @@ def _decode_registration(content: Sequence[bytes], trailer: Trailer | None) -> R
         decode_tp_size=parse_integer(frames[8], "decode tp size", low=1),
         dcp_size=parse_integer(frames[16] or b"1", "dcp size", low=1),
         dcp_rank=parse_integer(frames[17] or b"0", "dcp rank"),
+        decode_pp_rank=extra.number("decode_pp_rank"),
+        decode_pp_size=max(1, extra.number("decode_pp_size", default=1)),
         layout_digest=extra.text("layout_digest"),
         page_count=extra.number("page_count"),
         slot_count=extra.number("slot_count"),
@@ -323,6 +325,8 @@ def _extra(message: Message) -> dict[str, bool | int | str]:
     match message:
         case RegisterKVArgs():
             names = ("layout_digest", "page_count", "slot_count", "mapping")
+            if message.decode_pp_size != 1:
+                names += ("decode_pp_rank", "decode_pp_size")
         case TransferMetadata():
             names = ("prompt_tokens", "prompt_digest", "epoch", "mapping")
         case Status():

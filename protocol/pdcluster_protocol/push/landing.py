@@ -1,4 +1,4 @@
-"""What has landed for one decode room, and whether all of it is verified.
+"""What has landed for one decode room in one of our ranks, and whether all of it is verified.
 
 Every prefill rank announces its runs and, with its Success, how many there are. A run is checked
 against the request's own pages first (peer input), then its bytes are hashed by the executor. Order
@@ -12,14 +12,16 @@ from pdcluster_protocol.effects import VerifyRun
 from pdcluster_protocol.ledger import Ledger
 from pdcluster_protocol.messages import Run, RunsLanded, Status
 from pdcluster_protocol.push.runs import coverage_fault, run_fault
+from pdcluster_protocol.ranks import OwnRank
 
 
 class Landing:
-    """Verification state of one room."""
+    """Verification state of one room in one of our ranks."""
 
     __slots__ = (
         "_announced",
         "_ledger",
+        "_own",
         "_pages",
         "_positions",
         "_prompt_tokens",
@@ -34,6 +36,7 @@ class Landing:
     def __init__(
         self,
         ledger: Ledger,
+        own: OwnRank,
         *,
         pages: tuple[int, ...],
         slot: int,
@@ -41,6 +44,7 @@ class Landing:
         ranks: frozenset[int],
     ) -> None:
         self._ledger = ledger
+        self._own = own
         self._pages = pages[: ledger.setup.layout.pages_for(prompt_tokens)]
         self._positions = {page: position for position, page in enumerate(self._pages)}
         self._slot = slot
@@ -66,8 +70,8 @@ class Landing:
         """Take announced runs and start to verify them; what is wrong with one, or empty."""
         if message.rank not in self._ranks:
             return f"rank {message.rank} is none of {sorted(self._ranks)}"
-        setup = self._ledger.setup
-        runs_max = len(setup.layout.regions) * len(self._pages) + len(setup.metadata_buffers)
+        place = self._own.place
+        runs_max = len(place.layout.regions) * len(self._pages) + len(place.metadata_buffers)
         for run in message.runs:
             if not 0 <= run.index < runs_max:
                 return f"run {run.index} of rank {message.rank}: there are at most {runs_max}"
@@ -79,9 +83,9 @@ class Landing:
                 continue
             fault = run_fault(
                 run,
-                layout=self._ledger.setup.layout,
+                layout=place.layout,
                 page_positions=self._positions,
-                metadata_rows=[rows for _, rows in self._ledger.setup.metadata_buffers],
+                metadata_rows=place.metadata_rows,
                 slot=self._slot,
             )
             if fault:
@@ -125,23 +129,29 @@ class Landing:
         """What a complete list of runs does not cover; empty when nothing is missing."""
         return coverage_fault(
             [self._runs[name] for name in sorted(self._runs)],
-            layout=self._ledger.setup.layout,
+            layout=self._own.place.layout,
             pages=self._pages,
             prompt_tokens=self._prompt_tokens,
-            metadata_rows=[rows for _, rows in self._ledger.setup.metadata_buffers],
+            metadata_rows=self._own.place.metadata_rows,
         )
 
     def _verify(self, name: tuple[int, int], run: Run) -> None:
-        setup = self._ledger.setup
-        if not setup.verify:
+        if not self._ledger.setup.verify:
             self._verified.add(name)
             return
-        layout = setup.layout
-        if run.region >= len(layout.regions):
-            base, row = setup.metadata_buffers[run.region - len(layout.regions)]
-            offset = base + run.first_page * row
-        else:
-            offset = layout.page_offset(run.region, run.first_page, setup.page_count)
         operation = self._ledger.next_operation()
         self._verifying[operation] = name
-        self._ledger.emit(VerifyRun(operation, offset, run.nbytes))
+        self._ledger.emit(self._verification(operation, run))
+
+    def _verification(self, operation: int, run: Run) -> VerifyRun:
+        place, rank = self._own.place, self._own.index
+        layout = place.layout
+        if run.region >= len(layout.regions):
+            base, row = place.metadata_buffers[run.region - len(layout.regions)]
+            return VerifyRun(operation, base + run.first_page * row, run.nbytes, rank)
+        offset = layout.page_offset(run.region, run.first_page, self._ledger.setup.page_count)
+        row = layout.regions[run.region].bytes_per_token
+        if run.width in (0, row):
+            return VerifyRun(operation, offset, run.nbytes, rank)
+        pieces = run.nbytes // run.width
+        return VerifyRun(operation, offset + run.offset, run.width, rank, pieces, row)

@@ -1,24 +1,27 @@
 """How a leg and decode's metadata find each other, and whether they belong together.
 
-Of each decode rank the newest registration is kept, and metadata is taken only together with the
-registration it was sent with: messages overtake each other, and a restarted decode may have its old
-name and port but other memory. Metadata that comes before its leg waits in a bounded table that
-forgets by a deadline of its own: a network message never makes a room. What does not fit together
-(layout, token ids, page numbers outside the registered memory) is a `Refusal`, found before the
-first byte is written.
+Of each decode rank the newest registration is kept, whichever of our ranks it was sent to, and
+metadata is taken only together with the registration it was sent with: messages overtake each
+other, and a restarted decode may have its old name and port but other memory. Metadata that comes
+before its leg waits in a bounded table that forgets by a deadline of its own: a network message
+never makes a room. What does not fit together (layout, token ids, page numbers outside the
+registered memory) is a `Refusal`, found before the first byte is written.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from pdcluster_protocol.errors import LayoutMismatch, Reason
+from pdcluster_protocol.errors import LayoutMismatch, RankConflict, Reason
 from pdcluster_protocol.events import LegArrived
 from pdcluster_protocol.ids import Key, RankAddress
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.messages import RegisterKVArgs, TransferMetadata
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.destinations import Destination, require_destination
+from pdcluster_protocol.push.routes import Routes
+from pdcluster_protocol.rank_mapping import Purpose
+from pdcluster_protocol.ranks import Lane
 
 BYTES_PER_PAGE_NUMBER = 4
 
@@ -32,6 +35,14 @@ class Refusal(msgspec.Struct, frozen=True):
     detail: str
 
 
+class Arrived(msgspec.Struct, frozen=True):
+    """Metadata, by which way it came and from which instance."""
+
+    lane: Lane
+    metadata: TransferMetadata
+    incarnation: str
+
+
 class Registered(msgspec.Struct, frozen=True):
     """The newest registration of one decode rank."""
 
@@ -41,14 +52,15 @@ class Registered(msgspec.Struct, frozen=True):
 
 
 class Pairing:
-    """Registrations and early metadata of one prefill rank."""
+    """Registrations and early metadata of one prefill node."""
 
-    __slots__ = ("_early", "_ledger", "_registered")
+    __slots__ = ("_early", "_ledger", "_registered", "routes")
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self.routes = Routes(ledger.setup)
         self._registered: dict[tuple[str, RankAddress], Registered] = {}
-        self._early: dict[Key, dict[str, tuple[TransferMetadata, str]]] = {}
+        self._early: dict[Key, dict[Lane, Arrived]] = {}
 
     @property
     def early_count(self) -> int:
@@ -68,8 +80,8 @@ class Pairing:
         destination: Destination | LayoutMismatch
         try:
             destination = require_destination(
-                setup.layout,
-                buffer_count=len(setup.metadata_buffers),
+                self.routes,
+                buffer_count=len(setup.ranks[0].metadata_buffers),
                 args=args,
                 incarnation=incarnation,
             )
@@ -86,9 +98,9 @@ class Pairing:
             return None
         return known.destination
 
-    def wait(self, metadata: TransferMetadata, incarnation: str) -> bool:
+    def wait(self, arrived: Arrived) -> bool:
         """Keep metadata until its leg comes; False when the table is full."""
-        ledger = self._ledger
+        ledger, metadata = self._ledger, arrived.metadata
         waiting = self._early.get(metadata.key)
         if waiting is None:
             if len(self._early) >= ledger.setup.limits.waiting_rooms_max:
@@ -99,16 +111,16 @@ class Pairing:
         if len(waiting) >= ledger.setup.limits.peers_max:
             ledger.count("metadata_overflow")
             return False
-        waiting[str(metadata.reply_to)] = (metadata, incarnation)
+        waiting[arrived.lane] = arrived
         return True
 
-    def take(self, key: Key, *, attempt_known: bool) -> list[tuple[TransferMetadata, str]]:
+    def take(self, key: Key, *, attempt_known: bool) -> list[Arrived]:
         """The metadata that waited for this leg; without an attempt, of any attempt of its room."""
         if attempt_known:
             keys = [key] if key in self._early else []
         else:
             keys = [waiting for waiting in self._early if waiting.room == key.room]
-        taken: list[tuple[TransferMetadata, str]] = []
+        taken: list[Arrived] = []
         for found in keys:
             self._ledger.stop_clocks(found, (Clock.EARLY,))
             taken += self._early.pop(found).values()
@@ -128,17 +140,14 @@ class Pairing:
         for name in [name for name in self._registered if name[0] == incarnation]:
             del self._registered[name]
         for key, waiting in list(self._early.items()):
-            if any(sender == incarnation for _, sender in waiting.values()):
+            if any(arrived.incarnation == incarnation for arrived in waiting.values()):
                 self.forget(key)
 
     def match(
-        self,
-        leg: LegArrived,
-        metadata: TransferMetadata,
-        destination: Destination | LayoutMismatch,
-        incarnation: str,
-    ) -> Delivery | Refusal:
-        """A delivery to where the metadata says, or why there can be none."""
+        self, leg: LegArrived, arrived: Arrived, destination: Destination | LayoutMismatch
+    ) -> Delivery | Refusal | None:
+        """A delivery to where the metadata says, or why there can be none; None for a dummy."""
+        metadata = arrived.metadata
         if isinstance(destination, LayoutMismatch):
             return Refusal(Reason.LAYOUT_MISMATCH, destination.detail)
         theirs = (metadata.prompt_tokens, metadata.prompt_digest)
@@ -148,6 +157,14 @@ class Pairing:
                 f"prefill has {leg.prompt_tokens} tokens with digest {leg.prompt_digest},"
                 f" decode {metadata.prompt_tokens} with {metadata.prompt_digest}",
             )
+        try:
+            route = self.routes.route(
+                destination.rank_mapping, arrived.lane.rank, destination.coordinate
+            )
+        except RankConflict as conflict:
+            return Refusal(Reason.RANK_CONFLICT, conflict.detail)
+        if route.purpose is not Purpose.REAL:
+            return None
         pages = page_numbers(metadata)
         expected = self._ledger.setup.layout.pages_for(leg.prompt_tokens)
         if not pages or len(pages) != expected or len(set(pages)) != expected:
@@ -156,9 +173,10 @@ class Pairing:
         if not _inside(destination, pages, slot):
             return Refusal(Reason.WIRE_ERROR, "pages or slot outside decode's registered memory")
         return Delivery(
-            reply_to=metadata.reply_to,
-            incarnation=incarnation,
+            lane=arrived.lane,
+            incarnation=arrived.incarnation,
             destination=destination,
+            route=route,
             pages=pages,
             slot=slot,
             epoch=metadata.epoch,

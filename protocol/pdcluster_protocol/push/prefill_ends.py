@@ -6,7 +6,7 @@ provably stopped is another question: the ACK says it (`drained`), and decode ac
 
 from __future__ import annotations
 
-from pdcluster_protocol.effects import ConcludeLeg, Fence, StopCompute
+from pdcluster_protocol.effects import ConcludeLeg, StopCompute
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.messages import AbortAck, KVPoll
@@ -16,7 +16,7 @@ from pdcluster_protocol.push.sender import SENDER, SenderState, SenderTrigger
 
 
 class PrefillEnds:
-    """Ends rooms of one prefill rank; shares the table of rooms with `PrefillRooms`."""
+    """Ends rooms of one prefill node; shares the table of rooms with `PrefillRooms`."""
 
     __slots__ = ("_farewells", "_ledger", "_rooms")
 
@@ -55,9 +55,8 @@ class PrefillEnds:
         if room.computing:
             ledger.count("compute_overdue")
             ledger.emit(StopCompute(room.key))
-        elif not ledger.fencing and ledger.session is not None:
-            ledger.fencing = True
-            ledger.emit(Fence("writes of a failed request do not end", len(room.pages)))
+        elif not ledger.fencing and ledger.ready:
+            ledger.fence("writes of a failed request do not end", len(room.pages))
 
     def close_if_drained(self, room: PrefillRoom) -> None:
         """Close a draining room when neither the model nor a write touches its pages."""
@@ -72,12 +71,10 @@ class PrefillEnds:
     def _acknowledge(self, room: PrefillRoom) -> None:
         drained = all(delivery.drained for delivery in room.deliveries.values())
         assert room.wire_key is not None or not room.ack_targets
-        for reply_to, generation in room.ack_targets.items():
+        for lane, generation in room.ack_targets.items():
             if generation is not None and room.wire_key is not None:
-                self._ledger.send(
-                    reply_to,
-                    AbortAck(room.wire_key, self._ledger.setup.rank, generation, drained),
-                )
+                ack = AbortAck(room.wire_key, lane.rank, generation, drained)
+                self._ledger.send(lane, ack)
 
     def close(self, room: PrefillRoom, status: KVPoll) -> None:
         """Forget a room in a terminal state; remember how it ended."""

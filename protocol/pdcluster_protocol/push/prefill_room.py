@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pdcluster_protocol.events import LegArrived
-from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.ids import Key
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.sender import SENDER, SenderState
+from pdcluster_protocol.rank_mapping import RankMapping
+from pdcluster_protocol.ranks import Lane
 
 ACTIVE = (SenderState.COMPUTING, SenderState.FLUSHING)
 
@@ -20,9 +22,9 @@ class PrefillRoom:
         "deliveries",
         "key",
         "leg",
+        "mapping",
         "pages",
         "repeat_seconds",
-        "required",
         "slot",
         "state",
         "wire_key",
@@ -35,10 +37,11 @@ class PrefillRoom:
         self.state = SENDER.initial
         self.cause = ""
         """Why it failed first; its tombstone says so to those who ask late."""
-        self.deliveries: dict[RankAddress, Delivery] = {}
-        self.required = 1
+        self.mapping: RankMapping | None = None
+        """How our ranks meet decode's; None until its first metadata."""
+        self.deliveries: dict[Lane, Delivery] = {}
         self.pages: tuple[int, ...] = ()
         self.slot = -1
         self.computing = False
         self.repeat_seconds = repeat_seconds
-        self.ack_targets: dict[RankAddress, int | None] = {}
+        self.ack_targets: dict[Lane, int | None] = {}

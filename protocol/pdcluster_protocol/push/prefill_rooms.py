@@ -1,4 +1,4 @@
-"""All prefill rooms of one rank: events in, effects through the ledger.
+"""All prefill rooms of one node: events in, effects through the ledger.
 
 Pairing: a leg and decode's metadata meet by room; whichever comes first waits, bounded and with a
 deadline. Prompt length and digest are compared before the first write. Then: pages of our own,
@@ -36,12 +36,14 @@ from pdcluster_protocol.messages import (
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.destinations import Destination
 from pdcluster_protocol.push.farewells import Farewells
-from pdcluster_protocol.push.pairing import Pairing, Refusal
+from pdcluster_protocol.push.pairing import Arrived, Pairing, Refusal
 from pdcluster_protocol.push.prefill_ends import PrefillEnds
 from pdcluster_protocol.push.prefill_room import ACTIVE, PrefillRoom
 from pdcluster_protocol.push.runs import RunPlanner
 from pdcluster_protocol.push.sender import SENDER, SenderState, SenderTrigger
 from pdcluster_protocol.push.writing import Writing
+from pdcluster_protocol.ranks import Lane
+from pdcluster_protocol.segments import sent_pages
 
 TIMEOUTS: Final[dict[Clock, tuple[Reason, str]]] = {
     Clock.BOOTSTRAP: (Reason.BOOTSTRAP_TIMEOUT, "decode sent no page numbers in time"),
@@ -80,15 +82,16 @@ class PrefillRooms:
         """Early metadata and farewells."""
         return self.pairing.early_count + len(self.farewells)
 
-    def message(self, message: NodeMessage, incarnation: str) -> None:
-        """A decode rank's message."""
+    def message(self, message: NodeMessage, incarnation: str, rank: int) -> None:
+        """A decode rank's message to one of our ranks."""
         match message:
             case RegisterKVArgs():
                 self.pairing.register(message, incarnation)
             case TransferMetadata():
-                self.metadata_arrived(message, incarnation)
+                lane = Lane(rank, message.reply_to)
+                self.metadata_arrived(Arrived(lane, message, incarnation))
             case Abort():
-                self.abort_arrived(message)
+                self.abort_arrived(message, Lane(rank, message.reply_to))
             case Concluded():
                 self.concluded(message)
             case _:
@@ -119,9 +122,9 @@ class PrefillRooms:
         ledger.set_clock(Clock.BOOTSTRAP, room.key, timeouts.bootstrap_seconds)
         budget = leg.budget_seconds or timeouts.bootstrap_seconds + timeouts.transfer_seconds
         ledger.set_clock(Clock.TOTAL, room.key, budget)
-        for metadata, incarnation in self.pairing.take(leg.key, attempt_known=leg.attempt_known):
-            if room.wire_key in (None, metadata.key):
-                self._pair(room, metadata, incarnation)
+        for arrived in self.pairing.take(leg.key, attempt_known=leg.attempt_known):
+            if room.wire_key in (None, arrived.metadata.key):
+                self._pair(room, arrived)
 
     def cancel(self, key: Key, reason: Reason, detail: str) -> bool:
         """The leg's HTTP side gave up; decode's metadata comes again and hears of it."""
@@ -134,26 +137,26 @@ class PrefillRooms:
 
     # --- decode's messages ---
 
-    def metadata_arrived(self, metadata: TransferMetadata, incarnation: str) -> None:
+    def metadata_arrived(self, arrived: Arrived) -> None:
         """Decode's pages are reserved and locked; these are their numbers."""
-        ledger, key = self._ledger, metadata.key
+        ledger, lane, key = self._ledger, arrived.lane, arrived.metadata.key
         room, buried = self.rooms.get(key.room), ledger.tombstone(key)
         if buried is None and room is not None and room.wire_key in (None, key):
-            self._pair(room, metadata, incarnation)
+            self._pair(room, arrived)
         elif buried is not None or ledger.is_stale(key):
             ledger.count("metadata_late")
             if buried is None or buried.status != KVPoll.SUCCESS:
                 reason = buried.reason if buried else Reason.STALE_ATTEMPT
-                self.farewells.say(key, (metadata.reply_to,), reason=reason, detail="concluded")
-        elif self.pairing.wait(metadata, incarnation):
-            ledger.send(metadata.reply_to, Accepted(key, ledger.setup.rank))
+                self.farewells.say(key, (lane,), reason=reason, detail="concluded")
+        elif self.pairing.wait(arrived):
+            ledger.send(lane, Accepted(key, lane.rank))
 
-    def abort_arrived(self, abort: Abort) -> None:
+    def abort_arrived(self, abort: Abort, lane: Lane) -> None:
         """Decode gave up: stop, and say when nothing is written any more."""
         ledger, key = self._ledger, abort.key
         room = self.rooms.get(key.room)
         if room is not None and room.wire_key == key:
-            room.ack_targets[abort.reply_to] = abort.generation
+            room.ack_targets[lane] = abort.generation
             if room.state is not SenderState.DRAINING:
                 self._ends.fail(room, Reason.ABORTED, "decode cancelled the request", tell=False)
             return
@@ -164,7 +167,7 @@ class PrefillRooms:
         self.farewells.stop(key)
         if abort.generation is not None:
             drained = buried is None or buried.drained
-            ledger.send(abort.reply_to, AbortAck(key, ledger.setup.rank, abort.generation, drained))
+            ledger.send(lane, AbortAck(key, lane.rank, abort.generation, drained))
 
     def concluded(self, message: Concluded) -> None:
         """Decode has taken the final status."""
@@ -191,11 +194,12 @@ class PrefillRooms:
         assert grant.slot is not None
         room.pages, room.slot, room.computing = grant.pages, grant.slot, True
         for delivery in room.deliveries.values():
+            route = delivery.route
             delivery.planner = RunPlanner(
-                ledger.setup.layout,
+                route.parts,
+                sent_pages(route.mapping, route.source, sources=room.pages, targets=delivery.pages),
                 prompt_tokens=room.leg.prompt_tokens,
-                sources=room.pages,
-                targets=delivery.pages,
+                page_size=ledger.setup.layout.page_size,
                 bytes_max=ledger.setup.limits.run_bytes_max,
             )
         ledger.advance(SENDER, room, SenderTrigger.ADMITTED, f"{len(room.pages)} pages")
@@ -249,8 +253,8 @@ class PrefillRooms:
             return
         if event.ok:
             delivery.land(planned, event.digest)
-            kv = planned.region < len(ledger.setup.layout.regions)
-            ledger.emit(CountBytes("kv" if kv else "metadata", planned.nbytes))
+            kind = "metadata" if planned.metadata else "kv"
+            ledger.emit(CountBytes(kind, planned.nbytes * planned.pieces))
         else:
             delivery.lost.append(planned)
             delivery.drained = False
@@ -263,21 +267,26 @@ class PrefillRooms:
 
     # --- transport and peers ---
 
-    def transport_lost(self) -> None:
-        """Our transfer process is gone: what was outstanding may or may not have landed."""
-        self.writing.forget_all()
+    def transport_lost(self, rank: int) -> None:
+        """A rank's transfer process is gone: what was outstanding may or may not have landed."""
+        self.writing.forget_rank(rank)
         for room in list(self.rooms.values()):
             for delivery in room.deliveries.values():
-                delivery.lose_all()
+                if delivery.lane.rank == rank:
+                    delivery.lose_all()
             self._ends.close_if_drained(room)
 
-    def transport_ready(self) -> None:
-        """A new session: write again what was lost with the old one."""
+    def transport_ready(self, rank: int) -> None:
+        """A rank's new session: write again what was lost with the old one."""
         for room in list(self.rooms.values()):
             if room.state in ACTIVE:
                 for delivery in room.deliveries.values():
-                    delivery.recover()
+                    if delivery.lane.rank == rank:
+                        delivery.recover()
                 self._push_on(room)
+
+    def fenced(self) -> None:
+        """All our own memory is mapped anew: nobody writes into prefill's."""
 
     def peer_died(self, incarnation: str, detail: str) -> None:
         """A decode instance is gone: its rooms end, nothing needs to be said to it."""
@@ -318,9 +327,9 @@ class PrefillRooms:
         room = self.rooms.get(key.room)
         return room if room is not None and room.key == key else None
 
-    def _pair(self, room: PrefillRoom, metadata: TransferMetadata, incarnation: str) -> None:
-        ledger = self._ledger
-        destination = self.pairing.destination(metadata, incarnation)
+    def _pair(self, room: PrefillRoom, arrived: Arrived) -> None:
+        ledger, lane, metadata = self._ledger, arrived.lane, arrived.metadata
+        destination = self.pairing.destination(metadata, arrived.incarnation)
         if destination is None:
             # The registration is lost or late, or this is; decode repeats both until we accept.
             ledger.count("metadata_without_registration")
@@ -328,34 +337,37 @@ class PrefillRooms:
         if room.wire_key is None:
             room.wire_key = metadata.key
         if room.state is not SenderState.DRAINING:
-            ledger.send(metadata.reply_to, Accepted(metadata.key, ledger.setup.rank))
-        known = room.deliveries.get(metadata.reply_to)
+            ledger.send(lane, Accepted(metadata.key, lane.rank))
+        known = room.deliveries.get(lane)
         if known is not None:
             if isinstance(destination, Destination) and destination.follows(known.destination):
                 self._retarget(room, known, destination)
         elif room.state is SenderState.BOOTSTRAPPING:
-            self._match(room, metadata, destination, incarnation)
+            self._match(room, arrived, destination)
         else:
             ledger.count("metadata_unexpected")
 
     def _match(
-        self,
-        room: PrefillRoom,
-        metadata: TransferMetadata,
-        destination: Destination | LayoutMismatch,
-        incarnation: str,
+        self, room: PrefillRoom, arrived: Arrived, destination: Destination | LayoutMismatch
     ) -> None:
-        match self.pairing.match(room.leg, metadata, destination, incarnation):
+        match self.pairing.match(room.leg, arrived, destination):
             case Delivery() as delivery:
-                self._add_delivery(room, delivery, metadata.required_destinations)
+                self._add_delivery(room, delivery)
             case Refusal(reason, detail):
-                self.farewells.say(metadata.key, (metadata.reply_to,), reason=reason, detail=detail)
+                key = arrived.metadata.key
+                self.farewells.say(key, (arrived.lane,), reason=reason, detail=detail)
                 self._ends.fail(room, reason, detail)
+            case None:
+                self._ledger.count("metadata_dummy")
 
-    def _add_delivery(self, room: PrefillRoom, delivery: Delivery, required: int) -> None:
-        room.required = required
-        room.deliveries[delivery.reply_to] = delivery
-        if len(room.deliveries) < room.required:
+    def _add_delivery(self, room: PrefillRoom, delivery: Delivery) -> None:
+        room.mapping = room.mapping or delivery.route.mapping
+        if room.mapping != delivery.route.mapping:
+            detail = "decode ranks of two replicas of unequal sizes claim this room"
+            self._ends.fail(room, Reason.RANK_CONFLICT, detail)
+            return
+        room.deliveries[delivery.lane] = delivery
+        if len(room.deliveries) < self.pairing.routes.deliveries(room.mapping):
             return
         ledger = self._ledger
         ledger.stop_clocks(room.key, (Clock.BOOTSTRAP,))
@@ -378,7 +390,7 @@ class PrefillRooms:
             self.writing.publish(room, repeated=False)
 
     def _retarget(self, room: PrefillRoom, known: Delivery, destination: Destination) -> None:
-        self.writing.forget(room.key, known.reply_to)
+        self.writing.forget(room.key, known.lane)
         known.retarget(destination)
         if room.state in ACTIVE:
             self._ledger.stop_clocks(room.key, (Clock.RETARGET,))
@@ -394,7 +406,8 @@ class PrefillRooms:
             delivery.resubmits += 1
         if not lost:
             return
-        if self._ledger.session is None and lost[0].resubmits <= limits.resubmits_max:
+        ours = any(self._ledger.ranks[delivery.lane.rank].session is None for delivery in lost)
+        if ours and lost[0].resubmits <= limits.resubmits_max:
             self._ledger.set_clock(Clock.RETARGET, room.key, limits.retarget_seconds)
             return
         self._ends.fail(room, Reason.TRANSFER_FAILED, "a write failed and no new session came")

@@ -1,21 +1,27 @@
 """Who serves a bootstrap address, and which of its ranks: the first step of a decode room.
 
 The question goes to our own sidecar and is repeated, since that may be restarting. The answer is
-the instance's card, already found compatible; from it come the ranks that will write, all of which
-are given addresses.
+the instance's card, already found compatible; from it come the ranks that each of ours deals with,
+all of which are given addresses.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from pdcluster_protocol.admission import Need
 from pdcluster_protocol.effects import ResolvePeer
-from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.errors import LayoutMismatch, RankConflict, Reason
 from pdcluster_protocol.events import PeerResolved
+from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.messages import InstanceCard
 from pdcluster_protocol.push.decode_ends import DecodeEnds
-from pdcluster_protocol.push.decode_room import DecodeRoom
+from pdcluster_protocol.push.decode_room import DecodeRoom, PrefillRank
 from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
+from pdcluster_protocol.rank_layout import kv_facts
+from pdcluster_protocol.rank_mapping import RankMapping
+from pdcluster_protocol.topology import RankCoordinate
 
 
 class Resolution:
@@ -52,15 +58,47 @@ class Resolution:
         if dp_rank is None:
             dp_rank = room.key.room % card.parallel.dp
         room.card = card
-        room.ranks = tuple(rank for rank in card.ranks if rank.coordinate.dp == dp_rank)
-        if not room.ranks:
-            self._ends.fail(
-                room,
-                Reason.RANK_CONFLICT,
-                f"prefill {card.instance} has no DP rank {dp_rank}; it has {card.parallel.dp}",
-            )
+        try:
+            self._map(room, card, dp_rank)
+        except (LayoutMismatch, RankConflict) as fault:
+            self._ends.fail(room, fault.reason, f"prefill {card.instance}: {fault.detail}")
             return
         ledger.stop_clocks(room.key, (Clock.REPEAT,))
         ledger.advance(RECEIVER, room, ReceiverTrigger.PEER_KNOWN, card.instance)
         tokens = room.leg.prompt_tokens + room.leg.output_tokens_max
         ledger.queue.add(room.key, Need(ledger.setup.layout.pages_for(tokens), slot=True))
+
+    def _map(self, room: DecodeRoom, card: InstanceCard, dp_rank: int) -> None:
+        """Which prefill ranks each of ours deals with.
+
+        Raises:
+            LayoutMismatch: the sizes exclude each other.
+            RankConflict: there is no such data-parallel rank, or the card lacks a rank.
+        """
+        setup = self._ledger.setup
+        mapping = RankMapping(
+            card.parallel, setup.parallel, kv_facts(setup.layout, spread=card.spread)
+        )
+        addresses = {rank.coordinate: rank.address for rank in card.ranks}
+        room.required_destinations = mapping.destinations_per_rank
+        room.prefill_ranks = tuple(
+            tuple(
+                PrefillRank(
+                    address=_address(addresses, target),
+                    rank=target.unique_rank(card.parallel),
+                    purpose=mapping.purpose(target),
+                )
+                for target in mapping.targets(
+                    RankCoordinate(tp=place.coordinate.tp, pp=place.coordinate.pp),
+                    prefill_dp=dp_rank,
+                )
+            )
+            for place in setup.ranks
+        )
+
+
+def _address(addresses: dict[RankCoordinate, RankAddress], target: RankCoordinate) -> RankAddress:
+    address = addresses.get(target)
+    if address is None:
+        raise RankConflict(f"it has no rank {tuple(msgspec.to_builtins(target))}")
+    return address

@@ -1,103 +1,154 @@
 """Runs: what one write carries, on both sides.
 
 Prefill cuts the rows of a prompt into runs: contiguous in both arenas, whole pages except the
-prompt's last one, at most `run_bytes_max` long. Decode checks that the runs it verified cover every
-row of every region exactly once before it lets anybody read: a digest per run cannot notice a run
-that is missing.
+prompt's last one, at most `run_bytes_max` long. Where a rank sends a part of each row only, a run
+is one piece a row, equally far apart. Decode checks that the runs it verified tile every row of
+every region exactly once before it lets anybody read: a digest per run cannot notice a run that is
+missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
 
 import msgspec
 
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.messages import Run
+from pdcluster_protocol.push.routes import Part
+from pdcluster_protocol.segments import PagePair
+
+PIECES_MAX: Final = 4096
+"""Rows of a run where only a part of each goes over, unless one page has more."""
 
 
 class PlannedRun(msgspec.Struct, frozen=True):
     """A run before it is written."""
 
-    region: int
+    source_region: int
+    """In the writing rank's own layout; from its end on, a metadata buffer."""
     source_page: int
+    region: int
+    """In the destination rank's layout; from its end on, a metadata buffer."""
     first_page: int
     pages: int
     nbytes: int
+    """Of one piece."""
+    pieces: int = 1
+    source_offset: int = 0
+    """Where the part begins in each row, here and there."""
+    offset: int = 0
+    width: int = 0
+    """Bytes of each row that go over; 0: whole rows."""
+    source_stride: int = 0
+    stride: int = 0
+    metadata: bool = False
 
 
 class RunPlanner:
-    """Cuts the rows of one prompt for one destination, as they become final."""
+    """Cuts what one rank sends to one destination, as its rows become final."""
 
     __slots__ = (
         "_bytes_max",
-        "_layout",
+        "_page_size",
+        "_pages",
+        "_parts",
         "_planned",
         "_prompt_tokens",
         "_ready",
-        "_sources",
-        "_targets",
     )
 
     def __init__(
         self,
-        layout: KVLayout,
+        parts: Sequence[Part],
+        pages: Sequence[PagePair],
         *,
         prompt_tokens: int,
-        sources: Sequence[int],
-        targets: Sequence[int],
+        page_size: int,
         bytes_max: int,
     ) -> None:
-        self._layout = layout
+        self._parts = parts if pages else ()
+        self._pages = pages
+        """Consecutive pages of the prompt."""
         self._prompt_tokens = prompt_tokens
-        self._sources = sources
-        self._targets = targets
+        self._page_size = page_size
         self._bytes_max = bytes_max
-        self._ready = [0] * len(layout.regions)
-        self._planned = [0] * len(layout.regions)
+        self._ready = [0] * len(self._parts)
+        self._planned = [0] * len(self._parts)
 
     def rows_written(self, region: int, end: int) -> None:
-        """The rows of `region` up to token `end` are final."""
-        self._ready[region] = max(self._ready[region], end)
+        """The rows of a region of the whole layout up to token `end` are final."""
+        for index, part in enumerate(self._parts):
+            if part.region == region:
+                self._ready[index] = max(self._ready[index], end)
 
     @property
     def complete(self) -> bool:
-        """Whether every row of every region has been cut into a run."""
-        return all(page == len(self._targets) for page in self._planned)
+        """Whether every row has been cut into a run."""
+        return all(page == len(self._pages) for page in self._planned)
 
     def next(self) -> PlannedRun | None:
         """The next run whose rows are final, lowest page first, or None."""
         best: int | None = None
-        for region, planned in enumerate(self._planned):
-            if self._pages_ready(region) > planned and (
+        for index, planned in enumerate(self._planned):
+            if self._pages_ready(index) > planned and (
                 best is None or planned < self._planned[best]
             ):
-                best = region
+                best = index
         return None if best is None else self._cut(best)
 
-    def _pages_ready(self, region: int) -> int:
-        ready = self._ready[region]
+    def _pages_ready(self, index: int) -> int:
+        ready = self._ready[index]
         if ready >= self._prompt_tokens:
-            return len(self._targets)
-        return ready // self._layout.page_size
+            return len(self._pages)
+        whole = ready // self._page_size - self._pages[0].position
+        return min(max(whole, 0), len(self._pages))
 
-    def _cut(self, region: int) -> PlannedRun:
-        start, stop = self._planned[region], self._pages_ready(region)
-        item = self._layout.item_bytes(region)
+    def _cut(self, index: int) -> PlannedRun:
+        part, start = self._parts[index].rows, self._planned[index]
+        first = self._pages[start]
+        length = self._length(index, start, self._pages_ready(index))
+        self._planned[index] = start + length
+        rows = min(self._prompt_tokens - first.position * self._page_size, length * self._page_size)
+        run = PlannedRun(
+            source_region=part.source_region,
+            source_page=first.source,
+            region=part.region,
+            first_page=first.target,
+            pages=length,
+            nbytes=rows * part.nbytes,
+        )
+        if part.whole:
+            return run
+        return msgspec.structs.replace(
+            run,
+            nbytes=part.nbytes,
+            pieces=rows,
+            source_offset=part.source_offset,
+            offset=part.offset,
+            width=part.nbytes,
+            source_stride=part.source_row_bytes,
+            stride=part.row_bytes,
+        )
+
+    def _length(self, index: int, start: int, stop: int) -> int:
+        """How many pages from `start` on make one run."""
+        part, first = self._parts[index].rows, self._pages[start]
+        page_bytes = part.nbytes * self._page_size
+        pages_max = max(1, self._bytes_max // page_bytes)
+        if not part.whole:
+            pages_max = max(1, min(pages_max, PIECES_MAX // self._page_size))
         length = 1
         while (
-            start + length < stop
-            and (length + 1) * item <= self._bytes_max
-            and self._sources[start + length] == self._sources[start] + length
-            and self._targets[start + length] == self._targets[start] + length
+            length < pages_max
+            and start + length < stop
+            and self._pages[start + length].source == first.source + length
+            and self._pages[start + length].target == first.target + length
         ):
             length += 1
-        self._planned[region] = start + length
-        rows = min(
-            self._prompt_tokens - start * self._layout.page_size, length * self._layout.page_size
-        )
-        nbytes = rows * self._layout.regions[region].bytes_per_token
-        return PlannedRun(region, self._sources[start], self._targets[start], length, nbytes)
+        return length
 
 
 def coverage_fault(
@@ -110,33 +161,69 @@ def coverage_fault(
 ) -> str:
     """What is missing or wrong in a complete list of runs; empty when every byte is there once.
 
-    `metadata_rows` are the bytes of one slot in each metadata buffer. The order of the runs means
-    nothing: writes end in any order. Each run has passed `run_fault`.
+    `layout` is this rank's own, `metadata_rows` are the bytes of one slot in each metadata buffer.
+    The order of the runs means nothing: writes end in any order. Each run has passed `run_fault`.
     """
     place = {page: index for index, page in enumerate(pages)}
-    position = [0] * len(layout.regions)
+    columns: list[dict[tuple[int, int], list[Run]]] = [{} for _ in layout.regions]
     rows_seen = [False] * len(metadata_rows)
-    for run in sorted(runs, key=lambda run: place.get(run.first_page, -1)):
-        if run.region >= len(layout.regions):
-            buffer = run.region - len(layout.regions)
-            if rows_seen[buffer]:
-                return f"metadata buffer {buffer} came twice"
-            rows_seen[buffer] = True
+    for run in runs:
+        if run.region < len(layout.regions):
+            column = (run.offset, run.width or layout.regions[run.region].bytes_per_token)
+            columns[run.region].setdefault(column, []).append(run)
             continue
-        at = position[run.region]
-        expected = pages[at : at + run.pages]
-        if tuple(expected) != tuple(range(run.first_page, run.first_page + run.pages)):
-            return f"run {run.index} of region {run.region} is not the next part of the prompt"
-        rows = min(prompt_tokens - at * layout.page_size, run.pages * layout.page_size)
-        if run.nbytes != rows * layout.regions[run.region].bytes_per_token:
-            return f"run {run.index} of region {run.region} has {run.nbytes} bytes for {rows} rows"
-        position[run.region] = at + run.pages
-    missing = [i for i, at in enumerate(position) if at != len(pages)]
-    if missing:
-        return f"regions {missing[:8]} are not complete"
+        buffer = run.region - len(layout.regions)
+        if rows_seen[buffer]:
+            return f"metadata buffer {buffer} came twice"
+        rows_seen[buffer] = True
+    for index, region in enumerate(layout.regions):
+        fault = _columns_fault(columns[index], region.bytes_per_token)
+        for column, its_runs in columns[index].items():
+            fault = fault or _pages_fault(
+                sorted(its_runs, key=lambda run: place.get(run.first_page, -1)),
+                pages=pages,
+                prompt_tokens=prompt_tokens,
+                page_size=layout.page_size,
+                row_bytes=column[1],
+            )
+        if fault:
+            return f"region {index}: {fault}"
     if not all(rows_seen):
         return f"metadata buffers {[i for i, seen in enumerate(rows_seen) if not seen]} are missing"
     return ""
+
+
+def _columns_fault(columns: dict[tuple[int, int], list[Run]], row_bytes: int) -> str:
+    """Whether the parts of its rows tile a region's row."""
+    ordered = sorted(columns)
+    if not ordered:
+        return "it is not complete, no run of it came"
+    ends = [(0, 0), *ordered, (row_bytes, 0)]
+    for (offset, width), (following, _) in pairwise(ends):
+        if offset + width != following:
+            return f"bytes {offset + width} to {following} of its rows are not there once"
+    return ""
+
+
+def _pages_fault(
+    runs: Sequence[Run],
+    *,
+    pages: Sequence[int],
+    prompt_tokens: int,
+    page_size: int,
+    row_bytes: int,
+) -> str:
+    """Whether runs in the order of the prompt cover its pages once."""
+    at = 0
+    for run in runs:
+        expected = pages[at : at + run.pages]
+        if tuple(expected) != tuple(range(run.first_page, run.first_page + run.pages)):
+            return f"run {run.index} is not the next part of the prompt"
+        rows = min(prompt_tokens - at * page_size, run.pages * page_size)
+        if run.nbytes != rows * row_bytes:
+            return f"run {run.index} has {run.nbytes} bytes for {rows} rows"
+        at += run.pages
+    return "" if at == len(pages) else f"it is not complete, page {at} of {len(pages)} is missing"
 
 
 def run_fault(
@@ -155,15 +242,28 @@ def run_fault(
         return f"region {run.region} does not exist"
     if run.region >= len(layout.regions):
         row = metadata_rows[run.region - len(layout.regions)]
-        if run.first_page != slot or run.pages != 1 or run.nbytes != row:
+        whole = (run.first_page, run.pages, run.nbytes, run.offset, run.width)
+        if whole != (slot, 1, row, 0, 0):
             return f"metadata run {run.index} is not of slot {slot}"
         return ""
-    if run.pages < 1 or run.nbytes < 1 or run.nbytes > run.pages * layout.item_bytes(run.region):
-        return f"run {run.index} has {run.pages} pages and {run.nbytes} bytes"
+    fault = _size_fault(run, layout)
+    if fault:
+        return fault
     start = page_positions.get(run.first_page)
     if start is None or run.pages > len(page_positions) - start:
         return f"page {run.first_page} of run {run.index} is not of this request"
     for ahead in range(1, run.pages):
         if page_positions.get(run.first_page + ahead) != start + ahead:
             return f"page {run.first_page + ahead} of run {run.index} is not of this request"
+    return ""
+
+
+def _size_fault(run: Run, layout: KVLayout) -> str:
+    row = layout.regions[run.region].bytes_per_token
+    width = run.width or row
+    if run.offset < 0 or run.width < 0 or run.offset + width > row:
+        return f"run {run.index} has bytes {run.offset} to {run.offset + width} of {row} in a row"
+    most = run.pages * layout.page_size * width
+    if run.pages < 1 or not 0 < run.nbytes <= most or run.nbytes % width:
+        return f"run {run.index} has {run.pages} pages and {run.nbytes} bytes"
     return ""

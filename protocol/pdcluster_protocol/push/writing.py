@@ -1,54 +1,60 @@
 """Prefill's writes: which run goes out next, and what is announced of those that landed.
 
-A window per destination keeps few operations under way, so that a cancel drains quickly and rows
-that become final meanwhile join into longer runs.
+A window per destination rank keeps few operations under way, so that a cancel drains quickly and
+rows that become final meanwhile join into longer runs.
 """
 
 from __future__ import annotations
 
 from pdcluster_protocol.effects import CountBytes, Write
-from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.ids import Key
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.messages import KVPoll, RunsLanded, Status
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.prefill_room import PrefillRoom
 from pdcluster_protocol.push.runs import PlannedRun
+from pdcluster_protocol.ranks import Lane
 
 ANNOUNCE_BATCH = 8
 
 
 class Writing:
-    """The operations under way of one prefill rank."""
+    """The operations under way of one prefill node."""
 
     __slots__ = ("_ledger", "_owners")
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._owners: dict[int, tuple[Key, RankAddress]] = {}
+        self._owners: dict[int, tuple[Key, Lane]] = {}
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def take(self, operation: int) -> tuple[Key, RankAddress] | None:
+    def take(self, operation: int) -> tuple[Key, Lane] | None:
         """Whose operation ended; None when it is not (or no longer) one of ours."""
         return self._owners.pop(operation, None)
 
-    def forget(self, key: Key, reply_to: RankAddress) -> None:
+    def owner(self, operation: int) -> tuple[Key, Lane] | None:
+        """Whose operation is under way."""
+        return self._owners.get(operation)
+
+    def forget(self, key: Key, lane: Lane) -> None:
         """Completions of this delivery's old operations mean nothing any more."""
-        for operation in [n for n, owner in self._owners.items() if owner == (key, reply_to)]:
+        for operation in [n for n, owner in self._owners.items() if owner == (key, lane)]:
             del self._owners[operation]
 
-    def forget_all(self) -> None:
-        """The transport is gone, and no completion will come."""
-        self._owners.clear()
+    def forget_rank(self, rank: int) -> None:
+        """The transport of one of our ranks is gone, and no completion of its will come."""
+        for operation in [n for n, (_, lane) in self._owners.items() if lane.rank == rank]:
+            del self._owners[operation]
 
     def pump(self, room: PrefillRoom, delivery: Delivery) -> None:
         """Write final rows up to the window, and announce what has landed."""
         window = self._ledger.setup.limits.writes_in_flight_per_peer
-        while self._ledger.session is not None and len(delivery.outstanding) < window:
+        while self._can_write(delivery) and len(delivery.outstanding) < window:
             if delivery.again:
                 planned = delivery.again.pop()
-                self._ledger.emit(CountBytes("repeat", planned.nbytes))
+                self._ledger.emit(CountBytes("repeat", planned.nbytes * planned.pieces))
             elif delivery.planner is None or (fresh := delivery.planner.next()) is None:
                 break
             else:
@@ -59,12 +65,21 @@ class Writing:
 
     def write_metadata(self, room: PrefillRoom, delivery: Delivery) -> None:
         """Write the metadata rows: only after every KV run has landed."""
-        if delivery.metadata_planned or self._ledger.session is None:
+        wanted = delivery.route.sends_metadata and not delivery.metadata_planned
+        if not wanted or not self._can_write(delivery):
             return
         delivery.metadata_planned = True
-        regions = len(self._ledger.setup.layout.regions)
-        for buffer, (_, row_bytes) in enumerate(self._ledger.setup.metadata_buffers):
-            planned = PlannedRun(regions + buffer, room.slot, delivery.slot, 1, row_bytes)
+        place = self._ledger.ranks[delivery.lane.rank].place
+        for buffer, row_bytes in enumerate(place.metadata_rows):
+            planned = PlannedRun(
+                source_region=len(place.layout.regions) + buffer,
+                source_page=room.slot,
+                region=len(delivery.destination.layout.regions) + buffer,
+                first_page=delivery.slot,
+                pages=1,
+                nbytes=row_bytes,
+                metadata=True,
+            )
             self._write(room, delivery, planned)
 
     def announce(self, room: PrefillRoom, delivery: Delivery, *, everything: bool) -> None:
@@ -75,10 +90,10 @@ class Writing:
         assert room.wire_key is not None
         for start in range(0, len(runs), size):
             self._ledger.send(
-                delivery.reply_to,
+                delivery.lane,
                 RunsLanded(
                     key=room.wire_key,
-                    rank=self._ledger.setup.rank,
+                    rank=delivery.lane.rank,
                     epoch=delivery.epoch,
                     runs=tuple(runs[start : start + size]),
                 ),
@@ -94,23 +109,26 @@ class Writing:
             status = Status(
                 key=room.wire_key,
                 status=KVPoll.SUCCESS,
-                rank=ledger.setup.rank,
+                rank=delivery.lane.rank,
                 runs=len(delivery.announced),
                 drained=delivery.drained,
                 prompt_tokens=room.leg.prompt_tokens,
                 prompt_digest=room.leg.prompt_digest,
-                reply_to=ledger.address,
+                reply_to=ledger.ranks[delivery.lane.rank].address,
             )
-            ledger.send(delivery.reply_to, status)
+            ledger.send(delivery.lane, status)
         ledger.set_clock(Clock.REPEAT, room.key, room.repeat_seconds)
         room.repeat_seconds = min(
             room.repeat_seconds * 2, ledger.setup.limits.retransmit_seconds_max
         )
 
+    def _can_write(self, delivery: Delivery) -> bool:
+        return self._ledger.ranks[delivery.lane.rank].session is not None
+
     def _write(self, room: PrefillRoom, delivery: Delivery, planned: PlannedRun) -> None:
         operation = self._ledger.next_operation()
         source, target = self._addresses(delivery, planned)
-        self._owners[operation] = (room.key, delivery.reply_to)
+        self._owners[operation] = (room.key, delivery.lane)
         delivery.outstanding[operation] = planned
         self._ledger.emit(
             Write(
@@ -119,18 +137,23 @@ class Writing:
                 source_offset=source,
                 destination_address=target,
                 nbytes=planned.nbytes,
+                rank=delivery.lane.rank,
+                pieces=planned.pieces,
+                source_stride=planned.source_stride,
+                destination_stride=planned.stride,
             )
         )
 
     def _addresses(self, delivery: Delivery, planned: PlannedRun) -> tuple[int, int]:
-        """(offset in our arena, absolute address in decode's memory) of a run."""
-        setup, destination = self._ledger.setup, delivery.destination
-        layout = setup.layout
-        if planned.region >= len(layout.regions):
-            buffer = planned.region - len(layout.regions)
-            offset, row_bytes = setup.metadata_buffers[buffer]
+        """(offset in our rank's arena, absolute address in decode's memory) of a run."""
+        place, destination = self._ledger.ranks[delivery.lane.rank].place, delivery.destination
+        if planned.metadata:
+            buffer = planned.source_region - len(place.layout.regions)
+            offset, row_bytes = place.metadata_buffers[buffer]
             base = destination.buffer_bases[buffer]
             return offset + planned.source_page * row_bytes, base + planned.first_page * row_bytes
-        item = layout.item_bytes(planned.region)
-        source = layout.page_offset(planned.region, planned.source_page, setup.page_count)
-        return source, destination.region_bases[planned.region] + planned.first_page * item
+        pages = self._ledger.setup.page_count
+        source = place.layout.page_offset(planned.source_region, planned.source_page, pages)
+        item = destination.layout.item_bytes(planned.region)
+        target = destination.region_bases[planned.region] + planned.first_page * item
+        return source + planned.source_offset, target + planned.offset

@@ -10,16 +10,12 @@ from pdcluster_protocol.effects import Count
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.limits import Limits
-from pdcluster_protocol.messages import Abort, AbortAck, RankCard
+from pdcluster_protocol.messages import Abort, AbortAck
 from pdcluster_protocol.push.aborts import Aborts
-from pdcluster_protocol.topology import RankCoordinate
-from support.ledgers import HERE, OTHER_PEER, PEER, joined_ledger, key, sent
+from support.ledgers import HERE, LANE, OTHER_LANE, OTHER_PEER, PEER, joined_ledger, key, sent
 
-# Numbered by unique rank, which is not the order in which a card lists them.
-RANKS = {
-    2: RankCard(RankCoordinate(tp=1), PEER, 30000),
-    1: RankCard(RankCoordinate(cp=1), OTHER_PEER, 30000),
-}
+# By our rank and prefill's unique rank.
+WAITING = {(0, 2): LANE, (0, 1): OTHER_LANE}
 
 
 @pytest.fixture
@@ -37,12 +33,12 @@ def aborts(ledger: Ledger) -> Aborts:
 
 
 def begin(aborts: Aborts, *, provable: bool = True) -> None:
-    aborts.begin(key(), ranks=RANKS, incarnation="i", provable=provable)
+    aborts.begin(key(), waiting=WAITING, incarnation="i", provable=provable)
 
 
-def ack(aborts: Aborts, rank: int, incarnation: str = "i", **changes: Any) -> bool:
+def ack(aborts: Aborts, rank: int, incarnation: str = "i", *, to: int = 0, **changes: Any) -> bool:
     fields: dict[str, Any] = {"generation": 1} | changes
-    return aborts.acknowledged(key(), AbortAck(key(), rank, **fields), incarnation)
+    return aborts.acknowledged(key(), AbortAck(key(), rank, **fields), incarnation, to)
 
 
 def asked(ledger: Ledger) -> list[RankAddress]:
@@ -114,6 +110,8 @@ def test_an_answer_of_a_rank_that_was_not_asked_proves_nothing(aborts: Aborts) -
 
     assert not ack(aborts, 0)
     assert not ack(aborts, 7)
+    # An answer to another of our ranks is not the one that this rank waits for.
+    assert not ack(aborts, 2, to=1)
     assert not ack(aborts, 1)
 
 
@@ -164,7 +162,7 @@ def test_the_end_stops_its_clocks(ledger: Ledger, aborts: Aborts) -> None:
 def test_before_anything_was_published_prefill_is_told_and_not_asked(
     ledger: Ledger, aborts: Aborts
 ) -> None:
-    aborts.tell(key(), tuple(RANKS.values()))
+    aborts.tell(key(), WAITING.values())
 
     assert [(PEER, Abort(key(), HERE)), (OTHER_PEER, Abort(key(), HERE))] == sent(
         ledger.take_effects()

@@ -11,7 +11,10 @@ from pdcluster_protocol.errors import LayoutMismatch
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.messages import RegisterKVArgs
 from pdcluster_protocol.push.destinations import Destination, register_kv_args, require_destination
-from support.ledgers import BUFFERS, LAYOUT, PEER
+from pdcluster_protocol.push.routes import Routes
+from pdcluster_protocol.ranks import RankPlace
+from pdcluster_protocol.topology import RankCoordinate
+from support.ledgers import BUFFERS, LAYOUT, PEER, node_setup
 
 BASE = 1 << 32
 TEMPLATE = RegisterKVArgs(PEER, "127.64.0.2:15000", (), (), ())
@@ -30,7 +33,9 @@ def registration(layout: KVLayout = LAYOUT, **changes: Any) -> RegisterKVArgs:
 
 
 def checked(args: RegisterKVArgs, layout: KVLayout = LAYOUT) -> Destination:
-    return require_destination(layout, buffer_count=len(BUFFERS), args=args, incarnation="i")
+    place = RankPlace(coordinate=RankCoordinate(), layout=layout, metadata_buffers=BUFFERS)
+    routes = Routes(node_setup(layout=layout, ranks=(place,)))
+    return require_destination(routes, buffer_count=len(BUFFERS), args=args, incarnation="i")
 
 
 def test_the_indexer_travels_as_state_and_the_rest_as_kv() -> None:

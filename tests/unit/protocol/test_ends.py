@@ -5,17 +5,17 @@ from __future__ import annotations
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.events import LegArrived
 from pdcluster_protocol.ledger import Ledger
-from pdcluster_protocol.messages import InstanceCard, RankCard
+from pdcluster_protocol.messages import InstanceCard
 from pdcluster_protocol.push.aborts import Aborts
 from pdcluster_protocol.push.decode_ends import DecodeEnds
-from pdcluster_protocol.push.decode_room import DecodeRoom
+from pdcluster_protocol.push.decode_room import DecodeRoom, PrefillRank
 from pdcluster_protocol.push.farewells import Farewells
 from pdcluster_protocol.push.prefill_ends import PrefillEnds
 from pdcluster_protocol.push.prefill_room import PrefillRoom
 from pdcluster_protocol.push.receiver import ReceiverState
 from pdcluster_protocol.push.sender import SenderState
-from pdcluster_protocol.topology import Parallelism, RankCoordinate
-from support.ledgers import HERE, OTHER_PEER, PEER, joined_ledger, key, sent
+from pdcluster_protocol.rank_mapping import Purpose
+from support.ledgers import HERE, LANE, OTHER_LANE, OTHER_PEER, PEER, joined_ledger, key, sent
 
 LEG = LegArrived(key(), "rid", 10, "digest", 4, PEER)
 
@@ -52,22 +52,16 @@ def test_decode_buries_the_first_cause_after_proof_and_asks_ranks_by_their_numbe
     ledger = joined_ledger()
     room = DecodeRoom(LEG)
     room.state = ReceiverState.TRANSFERRING
-    # A card lists ranks by coordinate, which is not the order of their numbers.
-    room.ranks = (
-        RankCard(RankCoordinate(tp=1), PEER, 30000),
-        RankCard(RankCoordinate(cp=1), OTHER_PEER, 30000),
+    room.prefill_ranks = (
+        (PrefillRank(PEER, 2, Purpose.REAL), PrefillRank(OTHER_PEER, 1, Purpose.DUMMY)),
     )
-    room.card = InstanceCard(
-        "c", "p", "prefill", "i", "s", HERE, parallel=Parallelism(tp=4, cp=2), ranks=room.ranks
-    )
+    room.card = InstanceCard("c", "p", "prefill", "i", "s", HERE)
     aborts = Aborts(ledger)
     ends = DecodeEnds(ledger, {1: room}, aborts)
     ends.fail(room, Reason.CHECKSUM_MISMATCH, "region 0")
     ends.fail(room, Reason.STALLED, "later")
     asked = [to for to, _ in sent(ledger.take_effects())]
-    assert {2: PEER, 1: OTHER_PEER} == {
-        number: rank.address for number, rank in aborts._pending[key()].ranks.items()
-    }
+    assert {(0, 2): LANE, (0, 1): OTHER_LANE} == aborts._pending[key()].waiting
     ends.proven(room)
 
     assert [PEER, OTHER_PEER] == asked

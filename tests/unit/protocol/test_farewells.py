@@ -10,7 +10,7 @@ from pdcluster_protocol.ledger import Ledger
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import KVPoll, Status
 from pdcluster_protocol.push.farewells import DETAIL_LENGTH_MAX, REPEATS_MAX, Farewells
-from support.ledgers import HERE, OTHER_PEER, PEER, joined_ledger, key, sent
+from support.ledgers import HERE, LANE, OTHER_LANE, OTHER_PEER, PEER, joined_ledger, key, sent
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def heard(ledger: Ledger) -> list[tuple[RankAddress, Key]]:
 
 
 def test_every_target_hears_the_true_cause(ledger: Ledger, farewells: Farewells) -> None:
-    farewells.say(key(), (PEER, OTHER_PEER), reason="Stalled", detail="x" * 9999)
+    farewells.say(key(), (LANE, OTHER_LANE), reason="Stalled", detail="x" * 9999)
 
     expected = Status(
         key(),
@@ -47,7 +47,7 @@ def test_every_target_hears_the_true_cause(ledger: Ledger, farewells: Farewells)
 def test_it_is_repeated_ever_more_slowly_and_then_given_up(
     ledger: Ledger, farewells: Farewells
 ) -> None:
-    farewells.say(key(), (PEER,), reason="Stalled", detail="")
+    farewells.say(key(), (LANE,), reason="Stalled", detail="")
     pauses = []
     while (when := ledger.deadlines.next()) is not None:
         pauses.append(round(when - ledger.now, 6))
@@ -63,7 +63,7 @@ def test_it_is_repeated_ever_more_slowly_and_then_given_up(
 
 
 def test_it_ends_when_it_is_taken(ledger: Ledger, farewells: Farewells) -> None:
-    farewells.say(key(), (PEER,), reason="Stalled", detail="")
+    farewells.say(key(), (LANE,), reason="Stalled", detail="")
     ledger.take_effects()
     farewells.stop(key())
     farewells.stop(key())
@@ -75,9 +75,9 @@ def test_it_ends_when_it_is_taken(ledger: Ledger, farewells: Farewells) -> None:
 
 
 def test_saying_it_anew_starts_anew(ledger: Ledger, farewells: Farewells) -> None:
-    farewells.say(key(), (PEER,), reason="Stalled", detail="")
+    farewells.say(key(), (LANE,), reason="Stalled", detail="")
     farewells.due(key())
-    farewells.say(key(), (OTHER_PEER,), reason="Stalled", detail="")
+    farewells.say(key(), (OTHER_LANE,), reason="Stalled", detail="")
 
     assert [(PEER, key()), (PEER, key()), (OTHER_PEER, key())] == heard(ledger)
     assert 0.2 == ledger.deadlines.next()
@@ -86,7 +86,7 @@ def test_saying_it_anew_starts_anew(ledger: Ledger, farewells: Farewells) -> Non
 
 def test_they_are_bounded_and_the_oldest_goes_first(ledger: Ledger, farewells: Farewells) -> None:
     for room in (1, 2, 3):
-        farewells.say(key(room), (PEER,), reason="Stalled", detail="")
+        farewells.say(key(room), (LANE,), reason="Stalled", detail="")
     ledger.take_effects()
 
     assert 2 == len(farewells)

@@ -82,6 +82,6 @@ def test_there_is_one_at_a_time_and_none_without_a_transport() -> None:
     assert [] == causes(ledger, bystanders=0)
 
     down = ledger_with_waiting_pages()
-    down.session = None
+    down.ranks[0].session = None
     assert [] == causes(down, bystanders=0)
     assert not down.fencing

@@ -27,7 +27,9 @@ RUNS = (
 
 
 def landing_on(ledger: Ledger, *ranks: int) -> Landing:
-    return Landing(ledger, pages=PAGES, slot=SLOT, prompt_tokens=10, ranks=frozenset(ranks or (0,)))
+    named = frozenset(ranks or (0,))
+    own = ledger.ranks[0]
+    return Landing(ledger, own, pages=PAGES, slot=SLOT, prompt_tokens=10, ranks=named)
 
 
 def announce(landing: Landing, *runs: Run, rank: int = 0) -> str:

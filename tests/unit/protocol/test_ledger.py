@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pdcluster_protocol.alone import ALONE, AloneState, AloneTrigger
-from pdcluster_protocol.effects import Count
+from pdcluster_protocol.effects import Count, Fence
 from pdcluster_protocol.errors import IllegalTransition
 from pdcluster_protocol.ids import Key
 from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.limits import Limits, Timeouts
 from pdcluster_protocol.messages import Accepted, KVPoll
-from pdcluster_protocol.topology import Parallelism, RankCoordinate
-from support.ledgers import PEER, key, node_setup, sent
+from support.ledgers import LANE, PEER, joined_ledger, key, node_setup, sent
 
 
 class Room:
@@ -26,7 +25,7 @@ class Room:
 def test_effects_are_taken_once_and_in_order() -> None:
     ledger = Ledger(node_setup())
     ledger.count("a")
-    ledger.send(PEER, Accepted(key(), 0))
+    ledger.send(LANE, Accepted(key(), 0))
 
     effects = ledger.take_effects()
     assert Count("a") == effects[0]
@@ -142,9 +141,45 @@ def test_tombstones_that_nobody_can_ask_for_any_more_are_dropped() -> None:
     assert ledger.tombstone(key(2)) is not None
 
 
-def test_the_rank_is_the_unique_one_inside_its_dp_rank() -> None:
-    setup = node_setup(
-        parallel=Parallelism(tp=4, dp=2, pp=2), coordinate=RankCoordinate(dp=1, tp=1, pp=1)
-    )
+@pytest.fixture
+def two_ranks() -> Ledger:
+    place = node_setup().ranks[0]
+    ledger = joined_ledger(ranks=(place, place))
+    ledger.take_effects()
+    return ledger
 
-    assert 3 == setup.rank
+
+def test_a_node_is_ready_when_each_of_its_ranks_has_a_session(two_ranks: Ledger) -> None:
+    assert two_ranks.ready
+    two_ranks.transport_lost(1)
+    assert not two_ranks.ready
+    two_ranks.transport_ready(1, "again", 4096)
+
+    assert two_ranks.ready
+    assert [0, 1] == [rank.mapping for rank in two_ranks.ranks]
+
+
+def test_the_loss_of_one_of_two_mappings_proves_nothing(two_ranks: Ledger) -> None:
+    assert not two_ranks.transport_lost(0)
+    two_ranks.transport_ready(0, "again", 0)
+
+    assert not two_ranks.transport_lost(1)
+
+
+def test_the_only_mapping_that_goes_is_a_fence() -> None:
+    assert joined_ledger().transport_lost(0)
+
+
+def test_a_fence_is_complete_when_every_mapping_that_was_there_is_gone(two_ranks: Ledger) -> None:
+    two_ranks.fence("test", 3)
+    assert [Fence("test", 3)] == two_ranks.take_effects()
+    assert not two_ranks.transport_lost(1)
+    two_ranks.transport_ready(1, "new", 0)
+    # The other one's old mapping is still there: addresses must not get about yet.
+    assert two_ranks.ready
+    assert two_ranks.fencing
+    assert two_ranks.transport_lost(0)
+    assert two_ranks.fencing
+    two_ranks.transport_ready(0, "new", 0)
+
+    assert not two_ranks.fencing

@@ -16,14 +16,23 @@ from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import RegisterKVArgs, TransferMetadata
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.destinations import Destination, register_kv_args
-from pdcluster_protocol.push.pairing import Pairing, Refusal, page_bytes, page_numbers
-from support.ledgers import BUFFERS, LAYOUT, OTHER_PEER, PEER, joined_ledger, key
+from pdcluster_protocol.push.pairing import Arrived, Pairing, Refusal, page_bytes, page_numbers
+from pdcluster_protocol.ranks import Lane
+from support.ledgers import (
+    BUFFERS,
+    LAYOUT,
+    OTHER_PEER,
+    PEER,
+    destination,
+    joined_ledger,
+    key,
+)
 
 LEG = LegArrived(key(), "rid", 10, "digest", 4, PEER)
 METADATA = TransferMetadata(
     key(), PEER, "s", page_bytes((5, 3, 9)), 1, prompt_tokens=10, prompt_digest="digest", epoch=7
 )
-DESTINATION = Destination("s", "i", (0, 0, 0), (0, 0), 16, 4)
+DESTINATION = destination()
 
 
 def registration(session: str = "s", **changes: Any) -> RegisterKVArgs:
@@ -42,10 +51,15 @@ def metadata(**changes: Any) -> TransferMetadata:
     return msgspec.structs.replace(METADATA, **changes)
 
 
+def arrived(incarnation: str = "i", **changes: Any) -> Arrived:
+    message = metadata(**changes)
+    return Arrived(Lane(0, message.reply_to), message, incarnation)
+
+
 def matched(
-    destination: Destination | LayoutMismatch = DESTINATION, **changes: Any
-) -> Delivery | Refusal:
-    return Pairing(joined_ledger()).match(LEG, metadata(**changes), destination, "i")
+    target: Destination | LayoutMismatch = DESTINATION, **changes: Any
+) -> Delivery | Refusal | None:
+    return Pairing(joined_ledger()).match(LEG, arrived(**changes), target)
 
 
 @pytest.fixture
@@ -98,37 +112,37 @@ def test_registrations_are_bounded_and_the_oldest_goes_first(pairing: Pairing) -
 
 
 def test_early_metadata_waits_for_its_leg_once(ledger: Ledger, pairing: Pairing) -> None:
-    assert pairing.wait(METADATA, "i")
-    assert pairing.wait(metadata(epoch=8), "i")
+    assert pairing.wait(arrived())
+    assert pairing.wait(arrived(epoch=8))
 
     assert 1 == pairing.early_count
-    assert [(metadata(epoch=8), "i")] == pairing.take(key(), attempt_known=True)
+    assert [arrived(epoch=8)] == pairing.take(key(), attempt_known=True)
     assert [] == pairing.take(key(), attempt_known=True)
     assert ledger.deadlines.next() is None
 
 
 def test_each_decode_rank_has_its_own_metadata(pairing: Pairing) -> None:
-    pairing.wait(METADATA, "i")
-    pairing.wait(metadata(reply_to=OTHER_PEER), "i")
+    pairing.wait(arrived("i"))
+    pairing.wait(arrived("i", reply_to=OTHER_PEER))
 
     taken = pairing.take(key(), attempt_known=True)
-    assert [PEER, OTHER_PEER] == [found.reply_to for found, _ in taken]
+    assert [PEER, OTHER_PEER] == [found.lane.peer for found in taken]
 
 
 def test_a_leg_takes_only_its_own_attempt_unless_it_knows_none(pairing: Pairing) -> None:
-    pairing.wait(metadata(key=Key(1, 5)), "i")
-    pairing.wait(metadata(key=Key(2, 5)), "i")
+    pairing.wait(arrived("i", key=Key(1, 5)))
+    pairing.wait(arrived("i", key=Key(2, 5)))
 
     assert [] == pairing.take(Key(1, 6), attempt_known=True)
     taken = pairing.take(Key(1, 6), attempt_known=False)
-    assert [Key(1, 5)] == [found.key for found, _ in taken]
+    assert [Key(1, 5)] == [found.metadata.key for found in taken]
     assert 1 == pairing.early_count
 
 
 def test_metadata_that_waits_has_a_deadline_of_its_own(ledger: Ledger, pairing: Pairing) -> None:
-    pairing.wait(METADATA, "i")
+    pairing.wait(arrived("i"))
     ledger.now = 299.0
-    pairing.wait(METADATA, "i")
+    pairing.wait(arrived("i"))
 
     # Repeating it must not keep it alive for ever.
     assert [(Clock.EARLY, key())] == ledger.deadlines.due(300.0)
@@ -140,9 +154,9 @@ def test_what_waits_is_bounded_in_rooms_and_in_peers_a_room(
     ledger: Ledger, pairing: Pairing
 ) -> None:
     ports = [msgspec.structs.replace(PEER, port=9000 + i) for i in range(3)]
-    assert [True, True, False] == [pairing.wait(metadata(reply_to=p), "i") for p in ports]
-    assert pairing.wait(metadata(key=key(2)), "i")
-    assert not pairing.wait(metadata(key=key(3)), "i")
+    assert [True, True, False] == [pairing.wait(arrived("i", reply_to=p)) for p in ports]
+    assert pairing.wait(arrived("i", key=key(2)))
+    assert not pairing.wait(arrived("i", key=key(3)))
 
     assert 2 == pairing.early_count
     assert 2 == len(ledger.take_effects())
@@ -155,8 +169,8 @@ def test_a_dead_instance_takes_its_registrations_and_metadata_along(
     pairing.register(registration(), "dead")
     pairing.register(registration(layout_digest="0" * 16, reply_to=OTHER_PEER), "dead")
     pairing.register(registration(), "alive")
-    pairing.wait(metadata(key=key(1)), "dead")
-    pairing.wait(metadata(key=key(2)), "alive")
+    pairing.wait(arrived("dead", key=key(1)))
+    pairing.wait(arrived("alive", key=key(2)))
     pairing.forget_incarnation("dead")
 
     assert pairing.destination(METADATA, "dead") is None
@@ -174,13 +188,13 @@ def test_a_match_goes_to_exactly_the_pages_that_decode_reserved() -> None:
         delivery.pages,
         delivery.slot,
         delivery.epoch,
-        delivery.reply_to,
+        delivery.lane.peer,
         delivery.incarnation,
     )
 
 
 def test_a_plain_peer_sends_no_digest_and_no_sizes() -> None:
-    plain = Destination("s", "", (0, 0, 0), (0, 0), 0, 0)
+    plain = destination(incarnation="", page_count=0, slot_count=0)
 
     assert isinstance(matched(plain, prompt_tokens=0, prompt_digest=""), Delivery)
 
@@ -221,9 +235,9 @@ def test_a_layout_that_differs_is_the_first_thing_to_be_refused() -> None:
 
 def test_no_pages_for_no_tokens_is_a_refusal_and_no_crash() -> None:
     leg = msgspec.structs.replace(LEG, prompt_tokens=0)
-    message = metadata(pages=b"", prompt_tokens=0)
+    empty = arrived(pages=b"", prompt_tokens=0)
 
-    assert isinstance(Pairing(joined_ledger()).match(leg, message, DESTINATION, "i"), Refusal)
+    assert isinstance(Pairing(joined_ledger()).match(leg, empty, DESTINATION), Refusal)
 
 
 def test_page_numbers_are_int32_little_endian_as_in_sglangs_frame() -> None:

@@ -10,17 +10,26 @@ from pdcluster_protocol.ledger import Ledger
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import KVPoll, RunsLanded, Status
 from pdcluster_protocol.push.delivery import Delivery
-from pdcluster_protocol.push.destinations import Destination
 from pdcluster_protocol.push.prefill_room import PrefillRoom
-from pdcluster_protocol.push.runs import RunPlanner
 from pdcluster_protocol.push.writing import ANNOUNCE_BATCH, Writing
-from support.ledgers import HERE, LAYOUT, PEER, joined_ledger, key, sent
+from support.ledgers import (
+    HERE,
+    LANE,
+    LAYOUT,
+    PEER,
+    destination,
+    joined_ledger,
+    key,
+    one_rank_route,
+    sent,
+    whole_planner,
+)
 
 SOURCES = tuple(range(12))
 # No two neighbours: each page of each region is a run of its own.
 TARGETS = tuple(range(15, 3, -1))
-OLD = Destination("old", "i", (100_000, 200_000, 300_000), (400_000, 500_000), 16, 4)
-NEW = Destination("new", "i", (600_000, 700_000, 800_000), (900_000, 950_000), 16, 4)
+OLD = destination("old", region_bases=(100_000, 200_000, 300_000), buffer_bases=(400_000, 500_000))
+NEW = destination("new", region_bases=(600_000, 700_000, 800_000), buffer_bases=(900_000, 950_000))
 WINDOW = 5
 RUNS = 3 * 12
 
@@ -36,21 +45,22 @@ class Bench:
         leg = LegArrived(key(), "rid", 46, "digest", 1, PEER)
         self.room = PrefillRoom(leg, 0.2)
         self.room.slot = 3
-        planner = RunPlanner(
+        planner = whole_planner(
             LAYOUT, prompt_tokens=46, sources=SOURCES, targets=TARGETS, bytes_max=1 << 20
         )
         for region in range(3):
             planner.rows_written(region, 46)
         self.delivery = Delivery(
-            reply_to=PEER,
+            lane=LANE,
             incarnation="i",
             destination=OLD,
+            route=one_rank_route(),
             pages=TARGETS,
             slot=2,
             epoch=7,
             planner=planner,
         )
-        self.room.deliveries[PEER] = self.delivery
+        self.room.deliveries[LANE] = self.delivery
         self.written: list[Write] = []
         self.announced: list[RunsLanded] = []
         self.statuses: list[Status] = []
@@ -70,7 +80,7 @@ class Bench:
                 self.statuses.append(message)
 
     def end(self, operation: int, *, ok: bool = True) -> None:
-        assert (key(), PEER) == self.writing.take(operation)
+        assert (key(), LANE) == self.writing.take(operation)
         planned = self.delivery.outstanding.pop(operation)
         if ok:
             self.delivery.land(planned, operation)
@@ -117,7 +127,7 @@ def test_a_page_goes_from_its_place_in_our_arena_to_its_place_in_theirs(bench: B
 
 
 def test_nothing_is_written_without_a_session(bench: Bench) -> None:
-    bench.ledger.session = None
+    bench.ledger.ranks[0].session = None
     bench.pump()
     bench.writing.write_metadata(bench.room, bench.delivery)
     bench.collect()
@@ -208,7 +218,7 @@ def test_a_lost_write_goes_out_again_only_under_a_new_session(bench: Bench) -> N
 
 def test_completions_of_the_session_before_mean_nothing(bench: Bench) -> None:
     bench.pump()
-    bench.writing.forget(key(), PEER)
+    bench.writing.forget(key(), LANE)
     bench.delivery.retarget(NEW)
     bench.pump()
 
@@ -222,7 +232,7 @@ def test_when_our_own_transport_is_gone_nobody_can_say_that_writing_has_stopped(
     bench: Bench,
 ) -> None:
     bench.pump()
-    bench.writing.forget_all()
+    bench.writing.forget_rank(0)
     bench.delivery.lose_all()
 
     assert 0 == len(bench.writing)

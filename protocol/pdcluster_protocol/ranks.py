@@ -1,0 +1,91 @@
+"""The ranks of one node: what each holds, and where each can be reached now.
+
+A node is one data-parallel rank. Its tensor, pipeline and context ranks share one page allocation
+(the same page numbers in every rank's own arena) and one end, but each has its own arena, control
+address and transport session. They are numbered by SGLang's *unique rank*, which is dense inside a
+data-parallel rank, so the number in a message and the index in a table are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pdcluster_protocol.ids import RankAddress
+from pdcluster_protocol.layout import KVLayout
+from pdcluster_protocol.rank_layout import rank_slice
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
+
+
+class Lane(NamedTuple):
+    """Which of our ranks deals with which of a peer's."""
+
+    rank: int
+    peer: RankAddress
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank is and holds; never changes."""
+
+    coordinate: RankCoordinate
+    layout: KVLayout
+    """Its own regions: its layers, its heads."""
+    metadata_buffers: tuple[tuple[int, int], ...]
+    """(offset in its arena, bytes of one slot's row) per buffer, in SGLang's order."""
+
+    @property
+    def metadata_rows(self) -> tuple[int, ...]:
+        """The bytes of one slot in each metadata buffer."""
+        return tuple(row for _, row in self.metadata_buffers)
+
+
+class OwnRank:
+    """One rank of this node as it can be reached now."""
+
+    __slots__ = ("address", "base_address", "index", "mapping", "place", "session")
+
+    def __init__(self, index: int, place: RankPlace) -> None:
+        self.index = index
+        self.place = place
+        self.address: RankAddress | None = None
+        self.session: str | None = None
+        self.base_address = 0
+        self.mapping = 0
+        """How often the transport has mapped our memory; peers tell old addresses by it."""
+
+
+def rank_coordinates(parallel: Parallelism, dp_rank: int) -> tuple[RankCoordinate, ...]:
+    """The ranks of one data-parallel rank, in the order of their unique ranks."""
+    return tuple(
+        RankCoordinate(dp=dp_rank, cp=cp, tp=tp, pp=pp)
+        for tp in range(parallel.attention_tp)
+        for pp in range(parallel.pp)
+        for cp in range(parallel.cp)
+    )
+
+
+def rank_places(
+    layout: KVLayout,
+    parallel: Parallelism,
+    *,
+    dp_rank: int,
+    page_count: int,
+    slot_count: int,
+    metadata_rows: Sequence[int],
+) -> tuple[RankPlace, ...]:
+    """What each rank of one data-parallel rank holds.
+
+    `layout` is the whole model's. An arena has its KV regions first, then one metadata buffer
+    behind the other, `slot_count` rows each.
+    """
+    places = []
+    for coordinate in rank_coordinates(parallel, dp_rank):
+        own = rank_slice(layout, parallel, coordinate).layout
+        offset, buffers = own.arena_bytes(page_count), []
+        for row in metadata_rows:
+            buffers.append((offset, row))
+            offset += row * slot_count
+        places.append(RankPlace(coordinate=coordinate, layout=own, metadata_buffers=tuple(buffers)))
+    return tuple(places)
