@@ -15,15 +15,29 @@ class Verdict(msgspec.Struct, frozen=True):
     figure: float
     limit: float
     unit: str
+    floor: bool = False
+    """The limit is the least that is wanted, not the most."""
 
     @property
     def kept(self) -> bool:
-        """Whether the figure is at most the limit."""
-        return self.figure <= self.limit
+        """Whether the figure is on the wanted side of the limit."""
+        return self.figure >= self.limit if self.floor else self.figure <= self.limit
 
     def __str__(self) -> str:
         word = "kept" if self.kept else "MISSED"
-        return f"{word:6}  {self.what}: {self.figure:.4g} of at most {self.limit:g} {self.unit}"
+        side = "least" if self.floor else "most"
+        return f"{word:6}  {self.what}: {self.figure:.4g} of at {side} {self.limit:g} {self.unit}"
+
+
+class Unmeasured(msgspec.Struct, frozen=True):
+    """What could not be measured is missed: nobody knows."""
+
+    what: str
+    why: str
+    kept: bool = False
+
+    def __str__(self) -> str:
+        return f"MISSED  {self.what}: not measured; {self.why}"
 
 
 QUICK_TIMES = 2
@@ -33,7 +47,7 @@ class Report:
     """What a benchmark prints, and the verdicts that the summary repeats."""
 
     def __init__(self, *, quick: bool = False) -> None:
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[Verdict | Unmeasured] = []
         self._quick = quick
 
     def times(self, count: int) -> int:
@@ -57,9 +71,20 @@ class Report:
         print(flush=True)
 
     def limit(self, what: str, figure: float, *, limit: float, unit: str) -> None:
-        """Compare a figure with its limit."""
-        self.verdicts.append(Verdict(what, figure, limit, unit))
-        print(f"  {self.verdicts[-1]}", flush=True)
+        """Compare a figure with the most that it may be."""
+        self._judge(Verdict(what, figure, limit, unit))
+
+    def floor(self, what: str, figure: float, *, floor: float, unit: str) -> None:
+        """Compare a figure with the least that it is to be."""
+        self._judge(Verdict(what, figure, floor, unit, floor=True))
+
+    def unmeasured(self, what: str, why: str) -> None:
+        """Say that there is no figure; it counts as missed."""
+        self._judge(Unmeasured(what, why))
+
+    def _judge(self, verdict: Verdict | Unmeasured) -> None:
+        self.verdicts.append(verdict)
+        print(f"  {verdict}", flush=True)
 
     def summary(self) -> int:
         """Name what was missed; the number of misses."""

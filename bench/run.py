@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-BENCHMARKS = ("start", "latency", "throughput", "transfer")
+BENCHMARKS = ("start", "latency", "throughput", "transfer", "router")
 ROOT = Path(__file__).resolve().parents[1]
+IMPORTED_FROM = (ROOT, ROOT / "tests")
+"""Beside what is installed: the benchmarks, and what they share with tests."""
 
 
 class Benchmark(Protocol):
@@ -50,8 +52,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def load(name: str) -> Benchmark:
     """The module of a benchmark; found from wherever this script was started."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
+    sys.path += [str(each) for each in IMPORTED_FROM if str(each) not in sys.path]
     return cast("Benchmark", importlib.import_module(f"bench.{name}"))
 
 

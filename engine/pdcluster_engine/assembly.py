@@ -25,6 +25,7 @@ from pdcluster_engine.memory.device import (
 from pdcluster_engine.memory.finality import FinalityGate
 from pdcluster_engine.memory.metadata import MetadataTable, metadata_bytes
 from pdcluster_engine.model.loading import LoadedModel
+from pdcluster_engine.model.port import RankArena
 from pdcluster_engine.native import NativeEngine
 from pdcluster_engine.parts import Parts
 from pdcluster_engine.scheduling.worker import Bounds, ModelThread
@@ -39,6 +40,7 @@ from pdcluster_protocol.ledger import NodeSetup
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import EngineHello
 from pdcluster_protocol.nodes import decode_node, prefill_node
+from pdcluster_protocol.rank_layout import rank_slice
 from pdcluster_protocol.topology import RankCoordinate
 
 
@@ -66,7 +68,9 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
     pages = page_count(config, model.layout, memory_bytes=memory)
     slots = slot_count(config)
     arena = reserve(device, model.layout, pages, metadata_bytes=metadata_bytes(slots))
-    model.runner.attach(arena, pages)
+    coordinate = RankCoordinate(dp=config.dp_rank)
+    held = rank_slice(model.layout, config.parallel, coordinate)
+    model.runner.attach([RankArena(held, arena)], pages)
     metadata = MetadataTable(arena.window, arena.metadata_offset, slots)
     setup = NodeSetup(
         layout=model.layout,
@@ -75,7 +79,7 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
         metadata_buffers=tuple(metadata.buffers()),
         slot_count=slots,
         parallel=config.parallel,
-        coordinate=RankCoordinate(dp=config.dp_rank),
+        coordinate=coordinate,
         timeouts=config.timeouts,
         limits=Limits(),
         verify=config.checksum != "Off",

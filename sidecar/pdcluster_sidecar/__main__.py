@@ -7,6 +7,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import uvloop
+
 from pdcluster_protocol.authentication import KeyRing
 from pdcluster_protocol.config import SidecarConfig
 from pdcluster_protocol.errors import ConfigError
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         die_with_parent()
         ring = load_keys(arguments.config.keys_folder)
-        asyncio.run(_serve(arguments.config, ring))
+        uvloop.run(_serve(arguments.config, ring))
     except ConfigError as error:
         sys.stderr.write(f"pdcluster-sidecar: {error.detail}\n")
         return EXIT_CONFIG

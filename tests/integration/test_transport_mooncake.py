@@ -51,6 +51,37 @@ def test_bytes_land_and_the_digests_of_both_sides_are_equal(sender: Side, receiv
     assert bytes(7) == receiver.read(0, 7)
 
 
+def test_thousands_of_pieces_of_one_operation_land_and_end_as_one(
+    sender: Side, receiver: Side
+) -> None:
+    pieces, nbytes, far, near = 4096, 256, 1024, 512
+    content = sender.fill(9)
+    sender.wait(Ready)
+    peer = receiver.wait(Ready)
+    base = peer.base_address + 40
+    sender.transport.submit(
+        WriteRequest(1, peer.session_name, 5, base, nbytes, True, pieces, far, near)
+    )
+    written = sender.wait(Completed)
+    receiver.transport.submit(DigestRequest(2, 40, nbytes, pieces, near))
+    assert (1, True) == (written.operation, written.ok)
+    assert written.digest == receiver.wait(Completed).digest
+    expected = bytearray(receiver.nbytes)
+    for i in range(pieces):
+        place = 40 + i * near
+        expected[place : place + nbytes] = content[5 + i * far :][:nbytes]
+    assert bytes(expected) == receiver.read()
+    last = receiver.nbytes - (pieces - 1) * near - nbytes
+    beyond = peer.base_address + last + 1
+    sender.transport.submit(
+        WriteRequest(3, peer.session_name, 5, beyond, nbytes, True, pieces, far, near)
+    )
+    completed = sender.wait(Completed)
+    assert (3, False) == (completed.operation, completed.ok)
+    sender.write(peer, source=0, destination=0, nbytes=64)
+    assert sender.wait(Completed).ok
+
+
 @pytest.mark.parametrize("seed", [20])
 def test_thousands_of_writes_of_many_sizes_end_right(
     sender: Side, receiver: Side, seed: int

@@ -43,9 +43,12 @@ class OpenCluster(PairCluster):
 class ForeignRouter:
     """One router process in PD mode; `with` starts and ends it."""
 
-    def __init__(self, name: str, *, prefill: str, decode: str, log: Path) -> None:
+    def __init__(
+        self, name: str, *, prefill: str, decode: str, log: Path, log_level: str = "debug"
+    ) -> None:
         self.name = name
         self.log = log
+        self._log_level = log_level
         self._workers = ("--prefill", prefill, REGISTRY_PORT, "--decode", decode)
         self.url = ""
         self._process: subprocess.Popen[bytes]
@@ -62,7 +65,7 @@ class ForeignRouter:
             "--prometheus-host", "127.0.0.1", "--prometheus-port", metrics_port,
             "--worker-startup-check-interval", "1", "--health-check-interval-secs", "2",
             # A test that makes failures must not leave a closed door to the next one.
-            "--disable-circuit-breaker", "--log-level", "debug",
+            "--disable-circuit-breaker", "--log-level", self._log_level,
         ]  # fmt: skip
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -82,6 +85,10 @@ class ForeignRouter:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(TERMINATE_SECONDS)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     async def ready(self) -> bool:
         """Whether it has taken both workers in."""

@@ -1,4 +1,4 @@
-"""A tiny model over its own arena, and the library's `generate` beside it."""
+"""A tiny model over its own arenas, and the library's `generate` beside it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from pdcluster_engine.memory.arena import Arena
 from pdcluster_engine.model.builtin import BUILTIN
 from pdcluster_engine.model.loading import LoadedModel, load_runner
-from pdcluster_engine.model.port import DecodeRow, Written
+from pdcluster_engine.model.port import DecodeRow, RankArena, Written
+from pdcluster_protocol.layout import KVLayout
+from pdcluster_protocol.rank_layout import rank_slice
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
 
 MODELS = ("tiny-glm", "tiny-llama")
 PAGE_COUNT = 96
 
 
 class PagedModel:
-    """A loaded model with an arena of its own, whose pages are handed out scattered."""
+    """A loaded model with an arena for each of its ranks; pages are handed out scattered."""
 
     def __init__(
         self,
@@ -28,14 +31,13 @@ class PagedModel:
         mode: str = "exact",
         seed: int = 0,
         loaded: LoadedModel | None = None,
+        parallel: Parallelism | None = None,
     ) -> None:
         self.loaded = loaded or load_runner(f"builtin://{name}", dtype="auto", mode=mode, threads=1)
         self.runner = self.loaded.runner
         self.layout = self.loaded.layout
-        self.arena = Arena.create(self.layout, PAGE_COUNT, metadata_bytes=0)
-        # An earlier request's rows: whoever reads one that it did not write sees it at once.
-        self.arena.view[:] = b"\xff" * self.arena.nbytes
-        self.runner.attach(self.arena, PAGE_COUNT)
+        self.placements = place(self.layout, parallel or Parallelism())
+        self.runner.attach(self.placements, PAGE_COUNT)
         self._random = random.Random(seed)
         self._free = list(range(PAGE_COUNT))
         self._random.shuffle(self._free)
@@ -71,9 +73,27 @@ class PagedModel:
             logits.append(self.runner.decode([row])[0])
         return logits
 
-    def page_bytes(self, region: int, page: int) -> memoryview:
-        begin = self.layout.page_offset(region, page, PAGE_COUNT)
-        return self.arena.view[begin : begin + self.layout.item_bytes(region)]
+    def page_bytes(self, region: int, page: int, *, rank: int = 0) -> memoryview:
+        """A page of a region by its index in the rank's own slice."""
+        placement = self.placements[rank]
+        layout = placement.slice.layout
+        begin = layout.page_offset(region, page, PAGE_COUNT)
+        assert isinstance(placement.arena, Arena)
+        return placement.arena.view[begin : begin + layout.item_bytes(region)]
+
+
+def place(layout: KVLayout, parallel: Parallelism) -> list[RankArena]:
+    """An arena for each rank of one DP rank, pipeline stage by stage."""
+    placements = []
+    for pp in range(parallel.pp):
+        for cp in range(parallel.cp):
+            for tp in range(parallel.attention_tp):
+                held = rank_slice(layout, parallel, RankCoordinate(cp=cp, tp=tp, pp=pp))
+                arena = Arena.create(held.layout, PAGE_COUNT, metadata_bytes=0)
+                # An earlier request's rows: whoever reads one that it did not write sees it.
+                arena.view[:] = b"\xff" * arena.nbytes
+                placements.append(RankArena(held, arena))
+    return placements
 
 
 def prompt(length: int, *, seed: int = 0) -> list[int]:

@@ -19,7 +19,8 @@ import xxhash
 
 from pdcluster_engine.memory.arena import Arena, arena_sizes
 from pdcluster_engine.memory.finality import Mark, Record
-from pdcluster_engine.memory.window import ArenaMemory, require_inside
+from pdcluster_engine.memory.pieces import Pieces
+from pdcluster_engine.memory.window import ArenaMemory, require_inside, require_pieces_inside
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.layout import KVLayout
 
@@ -179,14 +180,30 @@ class TensorWindow:
                 begin = offset + start
                 self._copy(self._tensor[begin : begin + len(part)], self._staging[: len(part)])
 
-    def digest(self, offset: int, nbytes: int) -> int:
+    def digest(self, offset: int, nbytes: int, *, pieces: int = 1, stride: int = 0) -> int:
         """See `ByteWindow`."""
-        require_inside(self.nbytes, offset, nbytes)
+        places = Pieces(offset, nbytes, pieces, stride)
+        require_pieces_inside(self.nbytes, places)
         hashed = xxhash.xxh3_64()
         with self._lock:
-            for chunk in self._chunks(offset, nbytes):
+            for chunk in self._piece_chunks(places):
                 hashed.update(chunk)
         return hashed.intdigest()
+
+    def _piece_chunks(self, pieces: Pieces) -> Iterator[memoryview]:
+        """As `_chunks`; many small pieces come in one copy, since each copy has a fixed price."""
+        rows_max = len(self._host) // max(1, pieces.nbytes)
+        if pieces.count == 1 or rows_max < 2:
+            for start, end in pieces.ranges():
+                yield from self._chunks(start, end - start)
+            return
+        for first in range(0, pieces.count, rows_max):
+            rows = min(rows_max, pieces.count - first)
+            length = rows * pieces.nbytes
+            start = pieces.offset + first * pieces.stride
+            strided = self._tensor.as_strided((rows, pieces.nbytes), (pieces.stride, 1), start)
+            self._copy(self._staging[:length].view(rows, pieces.nbytes), strided)
+            yield self._host[:length]
 
     def _chunks(self, offset: int, nbytes: int) -> Iterator[memoryview]:
         """Each chunk is valid until the next one is asked for."""

@@ -11,6 +11,8 @@ from typing import Protocol
 import msgspec
 import xxhash
 
+from pdcluster_engine.memory.pieces import Pieces
+
 
 class ByteWindow(Protocol):
     """Offsets count from the start of the arena; each call is complete when it returns."""
@@ -25,8 +27,8 @@ class ByteWindow(Protocol):
     def write(self, offset: int, content: bytes) -> None:
         """Put `content` there, visible to whoever reads the arena next."""
 
-    def digest(self, offset: int, nbytes: int) -> int:
-        """xxh3_64 of what lies there."""
+    def digest(self, offset: int, nbytes: int, *, pieces: int = 1, stride: int = 0) -> int:
+        """xxh3_64 of what lies there: of so many pieces in turn, each of `nbytes`."""
 
 
 class ArenaMemory(msgspec.Struct, frozen=True):
@@ -63,9 +65,16 @@ class HostWindow:
         require_inside(self.nbytes, offset, len(content))
         self._view[offset : offset + len(content)] = content
 
-    def digest(self, offset: int, nbytes: int) -> int:
+    def digest(self, offset: int, nbytes: int, *, pieces: int = 1, stride: int = 0) -> int:
         """See `ByteWindow`."""
-        return xxhash.xxh3_64_intdigest(self.read(offset, nbytes))
+        if pieces == 1:
+            return xxhash.xxh3_64_intdigest(self.read(offset, nbytes))
+        places = Pieces(offset, nbytes, pieces, stride)
+        require_pieces_inside(self.nbytes, places)
+        hashed = xxhash.xxh3_64()
+        for start, end in places.ranges():
+            hashed.update(self._view[start:end])
+        return hashed.intdigest()
 
 
 def require_inside(window_nbytes: int, offset: int, nbytes: int) -> None:
@@ -73,3 +82,11 @@ def require_inside(window_nbytes: int, offset: int, nbytes: int) -> None:
     if offset < 0 or nbytes < 0 or offset + nbytes > window_nbytes:
         message = f"bytes {offset} to {offset + nbytes}; the window has {window_nbytes} bytes"
         raise ValueError(message)
+
+
+def require_pieces_inside(window_nbytes: int, pieces: Pieces) -> None:
+    """Raise for pieces of which one leaves the window, or that are none."""
+    if pieces.count < 1 or pieces.stride < 0:
+        message = f"{pieces.count} pieces at a stride of {pieces.stride}; at least 1 and 0"
+        raise ValueError(message)
+    require_inside(window_nbytes, pieces.offset, pieces.end - pieces.offset)

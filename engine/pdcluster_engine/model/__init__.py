@@ -4,7 +4,8 @@
     loading   a source (builtin or folder) becomes a runner, a tokenizer and a layout
     builtin   tiny seeded models with a byte tokenizer, so that everything runs with no download
     probe     one token through the library's own cache tells the layout
-    cache     the library's cache interface over the pages of an arena
+    cache     the library's cache interface over pages
+    shards    the rows of a region over the arenas of all ranks
     runner    prefill chunks and decode steps
     shim      the only module that calls the library's forward
 

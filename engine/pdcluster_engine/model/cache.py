@@ -1,9 +1,9 @@
-"""The library's cache interface over the pages of an arena.
+"""The library's cache interface over the pages of the ranks' arenas.
 
-Each region is one tensor `[pages × page_size, heads, width]`; row `page[t // page_size] ×
+Each region has rows `[pages × page_size, heads, width]` (`shards`); row `page[t // page_size] ×
 page_size + t % page_size` holds token t. A `Plan` says once per forward which rows are new
 (`scatter`) and which rows attention sees (`gather`); all layers share it. Attention hands each
-layer its new keys and values, the layer puts them into the arena and returns all rows so far, in
+layer its new keys and values, the layer puts them into the arenas and returns all rows so far, in
 order, as if they had been concatenated.
 
 Columns behind the end of a shorter sequence in a batch repeat its newest row: masked columns are
@@ -20,6 +20,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from pdcluster_engine.model.port import DecodeRow, Written
+from pdcluster_engine.model.shards import RegionRows
 
 
 class LayerRegions(msgspec.Struct, frozen=True):
@@ -94,10 +95,10 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(Cache):
-    """All layers over the region tensors; `plan` is set before each forward."""
+    """All layers over the regions; `plan` is set before each forward."""
 
     def __init__(
-        self, layers: Sequence[LayerRegions], regions: Sequence[torch.Tensor], page_size: int
+        self, layers: Sequence[LayerRegions], regions: Sequence[RegionRows], page_size: int
     ) -> None:
         super().__init__(layers=[PagedLayer(self, layer) for layer in layers])
         self._regions = list(regions)
@@ -119,10 +120,11 @@ class PagedCache(Cache):
         """Put rows `[B, S, heads, width]` into a region; return all rows `[B, T, heads, width]`."""
         plan = self._running_plan()
         rows = self._regions[region]
-        rows.index_copy_(0, plan.scatter, states.reshape(-1, *rows.shape[1:]))
+        row_shape = states.shape[2:]
+        rows.store(plan.scatter, states.reshape(-1, *row_shape))
         if plan.written is not None:
             plan.written(region)
-        return rows.index_select(0, plan.gather).view(plan.batch, -1, *rows.shape[1:])
+        return rows.gather(plan.gather).view(plan.batch, -1, *row_shape)
 
     def plan_one(
         self, pages: Sequence[int], start: int, end: int, written: Written | None = None

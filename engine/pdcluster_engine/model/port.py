@@ -16,9 +16,10 @@ import torch
 from pdcluster_engine.memory.arena import Arena
 from pdcluster_engine.memory.device import DeviceArena
 from pdcluster_protocol.layout import KVLayout
+from pdcluster_protocol.rank_layout import RankSlice
 
 Written = Callable[[int, int, int], None]
-"""(region index, first token, end token): these rows are final and in the arena.
+"""(region of the whole layout, first token, end token): these rows are final and in the arenas.
 
 Called inside the forward, while later layers still compute: put it into a queue and return. On an
 asynchronous device the rows are final behind the device's current stream (`memory.finality`).
@@ -35,17 +36,28 @@ class DecodeRow(msgspec.Struct, frozen=True):
     """The newest token, which has no row yet."""
 
 
+class RankArena(msgspec.Struct, frozen=True):
+    """One rank's memory, and what of the whole model's rows lies in it."""
+
+    slice: RankSlice
+    arena: Arena | DeviceArena
+
+
 class ModelRunner(Protocol):
-    """A loaded model over the pages of one arena."""
+    """A loaded model over the pages of its ranks' arenas."""
 
     layout: KVLayout
+    """Of the whole model, whatever its ranks hold."""
     vocab_size: int
     eos_ids: frozenset[int]
     max_context: int
     """The model's own limit of prompt plus output tokens."""
 
-    def attach(self, arena: Arena | DeviceArena, page_count: int) -> None:
-        """View the arena's regions as tensors; once, before the first forward."""
+    def attach(self, placements: Sequence[RankArena], page_count: int) -> None:
+        """View the arenas' regions as tensors; once, before the first forward.
+
+        Each arena has `page_count` pages; page numbers mean the same page in all of them.
+        """
 
     def prefill(
         self,

@@ -1,4 +1,4 @@
-"""Prefill chunks and decode steps of a library model over the pages of an arena."""
+"""Prefill chunks and decode steps of a library model over pages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import assert_never
 import torch
 from transformers import PreTrainedModel
 
-from pdcluster_engine.memory.arena import Arena
-from pdcluster_engine.memory.device import DeviceArena
 from pdcluster_engine.model.cache import PagedCache
-from pdcluster_engine.model.port import DecodeRow, Written
+from pdcluster_engine.model.port import DecodeRow, RankArena, Written
 from pdcluster_engine.model.probe import Probed
+from pdcluster_engine.model.shards import region_rows
 from pdcluster_engine.model.shim import forward_batch, forward_one
 
 
@@ -47,18 +46,19 @@ class TransformersRunner:
         self._probed = probed
         self._cache: PagedCache | None = None
 
-    def attach(self, arena: Arena | DeviceArena, page_count: int) -> None:
-        """View the arena's regions as tensors.
+    def attach(self, placements: Sequence[RankArena], page_count: int) -> None:
+        """View the arenas' regions as tensors; see the port.
 
-        The tensors are made outside inference mode, since those made inside would refuse to be
-        written outside it.
+        Raises:
+            ValueError: the placements together do not hold the whole model.
         """
-        memory = _bytes_of(arena)
-        regions = []
-        for index, (heads, width) in enumerate(self._probed.row_shapes):
-            begin = self.layout.region_offset(index, page_count)
-            end = begin + page_count * self.layout.item_bytes(index)
-            regions.append(memory[begin:end].view(self._probed.dtype).view(-1, heads, width))
+        regions = region_rows(
+            self.layout,
+            placements,
+            page_count,
+            widths=[width for _, width in self._probed.row_shapes],
+            dtype=self._probed.dtype,
+        )
         self._cache = PagedCache(self._probed.layers, regions, self.layout.page_size)
 
     def prefill(
@@ -124,14 +124,3 @@ class TransformersRunner:
             message = "attach an arena before the first forward"
             raise RuntimeError(message)
         return self._cache
-
-
-def _bytes_of(arena: Arena | DeviceArena) -> torch.Tensor:
-    """The whole arena as one tensor of bytes."""
-    match arena:
-        case Arena():
-            return torch.frombuffer(arena.view, dtype=torch.uint8)
-        case DeviceArena():
-            return arena.tensor
-        case _:
-            assert_never(arena)

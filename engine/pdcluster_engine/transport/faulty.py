@@ -26,8 +26,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
+from pdcluster_engine.memory.window import HostWindow
 from pdcluster_engine.transport.linux import Timer
 from pdcluster_engine.transport.port import (
     Completed,
@@ -211,16 +211,17 @@ class FaultyTransport:
 
     def _flip(self, request: WriteRequest, answer: Completed) -> None:
         """Overwrite one landed byte by a byte of the arena that differs from it."""
-        place = self._random.randrange(request.nbytes)
-        right = self._map[request.source_offset + place]
+        position = self._random.randrange(request.source.total_nbytes)
+        right = self._map[request.source.place(position)]
         wrong = next((i for i in range(len(self._map)) if self._map[i] != right), None)
         if wrong is None:
             raise ValueError("no byte of the arena differs, so none can be flipped")
         byte = msgspec.structs.replace(
             self._hide(request),
             source_offset=wrong,
-            destination_address=request.destination_address + place,
+            destination_address=request.destination.place(position),
             nbytes=1,
+            pieces=1,
         )
         self._flips[byte.operation] = answer
         self._inner.submit(byte)
@@ -260,5 +261,8 @@ class FaultyTransport:
         self._flips.clear()
 
     def _digest(self, request: WriteRequest) -> int:
-        end = request.source_offset + request.nbytes
-        return xxhash.xxh3_64_intdigest(self._map[request.source_offset : end])
+        source = request.source
+        with memoryview(self._map) as arena:
+            return HostWindow(arena).digest(
+                source.offset, source.nbytes, pieces=source.count, stride=source.stride
+            )

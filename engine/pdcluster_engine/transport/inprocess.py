@@ -198,7 +198,7 @@ class AdapterThread:
         try:
             self._session_name, version = adapter.start()
             self._theirs.send([Started(self._session_name, self._memory.address, version)])
-            Worker(self._theirs, adapter, self._memory.window.digest).serve()
+            Worker(self._theirs, adapter, self._memory.window).serve()
         except ChannelClosed:
             return
         except ConfigError as error:

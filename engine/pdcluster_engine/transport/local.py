@@ -17,8 +17,8 @@ import socket
 import struct
 import time
 
-import xxhash
-
+from pdcluster_engine.memory.pieces import Pieces
+from pdcluster_engine.memory.window import HostWindow
 from pdcluster_engine.transport.addresses import AddressPlan
 from pdcluster_engine.transport.linux import Timer
 from pdcluster_engine.transport.local_links import IncomingLink, LinkEnded, OutgoingLink
@@ -61,6 +61,7 @@ class LocalTransport:
         """Map the arena; nobody can write to it before `start`."""
         self._map = mmap.mmap(arena_fd, arena_nbytes)
         self._arena = memoryview(self._map)
+        self._window = HostWindow(self._arena)
         self._deadlines = deadlines
         self._outstanding = Outstanding(arena_nbytes, operations_max=operations_max)
         self._addresses = AddressPlan(arena_nbytes)
@@ -184,8 +185,9 @@ class LocalTransport:
 
     def _begin(self, request: Request) -> None:
         match request:
-            case DigestRequest(operation=operation, offset=offset, nbytes=nbytes):
-                self._complete(operation, ok=True, digest=self._hash(offset, nbytes))
+            case DigestRequest():
+                digest = self._hash(request.source)
+                self._complete(request.operation, ok=True, digest=digest)
             case WriteRequest():
                 self._write(request)
 
@@ -196,10 +198,9 @@ class LocalTransport:
             detail = f"no session {request.target}: {error.strerror or error}"
             self._complete(request.operation, ok=False, detail=detail)
             return
-        digest = self._hash(request.source_offset, request.nbytes) if request.digest else 0
-        source = self._arena[request.source_offset : request.source_offset + request.nbytes]
+        digest = self._hash(request.source) if request.digest else 0
         deadline = time.monotonic() + self._deadlines.stall_seconds(self._outstanding.nbytes)
-        link.add(request, source, digest=digest, deadline=deadline)
+        link.add(request, digest=digest, deadline=deadline)
         self._epoll.modify(link.fileno(), select.EPOLLIN | select.EPOLLOUT)
 
     def _link_to(self, target: str) -> OutgoingLink:
@@ -215,7 +216,7 @@ class LocalTransport:
             except OSError:
                 sock.close()
                 raise
-            link = OutgoingLink(sock)
+            link = OutgoingLink(sock, self._arena)
             self._outgoing[target] = link
             self._targets[link.fileno()] = target
             self._epoll.register(link.fileno(), select.EPOLLIN)
@@ -268,8 +269,10 @@ class LocalTransport:
         self._events.append(event)
         self._timer.arm(0.0)
 
-    def _hash(self, offset: int, nbytes: int) -> int:
-        return xxhash.xxh3_64_intdigest(self._arena[offset : offset + nbytes])
+    def _hash(self, source: Pieces) -> int:
+        return self._window.digest(
+            source.offset, source.nbytes, pieces=source.count, stride=source.stride
+        )
 
     def _due_at(self) -> float | None:
         return min(

@@ -1,7 +1,7 @@
 """The two ends of one local stream: a header and the bytes go out, one answer per write comes back.
 
-header   operation, destination address, bytes      3 x u64
-answer   operation, 0 applied or 1 refused          u64, u8
+header   operation, destination address, bytes of one piece, pieces, stride      5 x u64
+answer   operation, 0 applied or 1 refused                                       u64, u8
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import struct
 from collections import deque
 from typing import NamedTuple
 
-from pdcluster_engine.transport.port import WriteRequest
+from pdcluster_engine.memory.pieces import Pieces
+from pdcluster_engine.transport.port import PIECES_MAX, WriteRequest
 
-HEADER = struct.Struct("<QQQ")
+HEADER = struct.Struct("<QQQQQ")
 ANSWER = struct.Struct("<QB")
 TURN_BYTES = 8 << 20
 ANSWER_BYTES_MAX = 1 << 20
 """What one link moves before the others have their turn."""
 CHUNK_BYTES = 512 << 10
+CHUNK_PIECES = 512
+"""Buffers of one system call; the kernel takes 1,024."""
 
 
 class LinkEnded(Exception):
@@ -36,7 +39,7 @@ class Answered(NamedTuple):
 class _Write(NamedTuple):
     operation: int
     header: bytes
-    source: memoryview
+    source: Pieces
     digest: int
     deadline: float
 
@@ -44,10 +47,11 @@ class _Write(NamedTuple):
 class OutgoingLink:
     """Writes to one peer, in order."""
 
-    __slots__ = ("_answers", "_sent", "_sock", "_unanswered", "_unsent")
+    __slots__ = ("_answers", "_arena", "_sent", "_sock", "_unanswered", "_unsent")
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, arena: memoryview) -> None:
         self._sock = sock
+        self._arena = arena
         self._unsent: deque[_Write] = deque()
         self._unanswered: deque[_Write] = deque()
         self._sent = 0
@@ -58,12 +62,13 @@ class OutgoingLink:
         """The socket's descriptor."""
         return self._sock.fileno()
 
-    def add(
-        self, request: WriteRequest, source: memoryview, *, digest: int, deadline: float
-    ) -> None:
-        """Queue one write; `source` is read until its answer comes."""
-        header = HEADER.pack(request.operation, request.destination_address, request.nbytes)
-        self._unsent.append(_Write(request.operation, header, source, digest, deadline))
+    def add(self, request: WriteRequest, *, digest: int, deadline: float) -> None:
+        """Queue one write; its source is read until its answer comes."""
+        place = request.destination
+        header = HEADER.pack(
+            request.operation, place.offset, place.nbytes, place.count, place.stride
+        )
+        self._unsent.append(_Write(request.operation, header, request.source, digest, deadline))
 
     def deadline(self) -> float | None:
         """When the oldest write must have ended."""
@@ -75,23 +80,23 @@ class OutgoingLink:
         budget = TURN_BYTES
         while self._unsent and budget > 0:
             write = self._unsent[0]
-            if self._sent < HEADER.size:
-                piece: bytes | memoryview = write.header[self._sent :]
-            else:
-                start = self._sent - HEADER.size
-                piece = write.source[start : start + CHUNK_BYTES]
             try:
-                count = self._sock.send(piece)
+                count = self._sock.sendmsg(self._next_views(write))
             except BlockingIOError:
                 return True
             except OSError as error:
                 raise LinkEnded(f"connection lost: {error.strerror}") from error
             self._sent += count
             budget -= count
-            if self._sent == HEADER.size + len(write.source):
+            if self._sent == HEADER.size + write.source.total_nbytes:
                 self._unanswered.append(self._unsent.popleft())
                 self._sent = 0
         return bool(self._unsent)
+
+    def _next_views(self, write: _Write) -> list[bytes] | list[memoryview]:
+        if self._sent < HEADER.size:
+            return [write.header[self._sent :]]
+        return _views(self._arena, write.source, self._sent - HEADER.size)
 
     def answers(self) -> list[Answered]:
         """The writes that ended.
@@ -134,8 +139,8 @@ class IncomingLink:
         "_header",
         "_operation",
         "_place",
+        "_received",
         "_refused",
-        "_remaining",
         "_sock",
     )
 
@@ -145,9 +150,10 @@ class IncomingLink:
         self._base = base
         self._header = bytearray()
         self._operation = 0
-        self._place = 0
-        """Offset in the arena where the next byte goes."""
-        self._remaining = 0
+        self._place = Pieces(0, 0)
+        """Where in the arena the present write goes."""
+        self._received = 0
+        """Bytes of it that are there."""
         self._refused = False
         self._answers = bytearray()
 
@@ -164,9 +170,9 @@ class IncomingLink:
         budget = TURN_BYTES
         try:
             while budget > 0:
-                count = self._receive_bytes() if self._remaining else self._receive_header()
-                budget -= count
-                if not self._remaining and len(self._header) == HEADER.size:
+                under_way = len(self._header) == HEADER.size
+                budget -= self._receive_bytes() if under_way else self._receive_header()
+                if len(self._header) == HEADER.size and self._received == self._place.total_nbytes:
                     self._answer()
         except BlockingIOError:
             pass
@@ -184,22 +190,23 @@ class IncomingLink:
             raise LinkEnded("the peer closed")
         self._header += chunk
         if len(self._header) == HEADER.size:
-            self._operation, address, nbytes = HEADER.unpack(self._header)
-            self._place = address - self._base
-            self._remaining = nbytes
-            self._refused = self._place < 0 or self._place + nbytes > len(self._arena)
+            self._operation, address, nbytes, pieces, stride = HEADER.unpack(self._header)
+            self._place = place = Pieces(address - self._base, nbytes, pieces, stride)
+            self._received = 0
+            inside = place.offset >= 0 and place.end <= len(self._arena)
+            self._refused = not inside or not 1 <= pieces <= PIECES_MAX
         return len(chunk)
 
     def _receive_bytes(self) -> int:
-        size = min(self._remaining, CHUNK_BYTES)
         if self._refused:
-            count = len(self._sock.recv(size))
+            left = self._place.total_nbytes - self._received
+            count = len(self._sock.recv(min(left, CHUNK_BYTES)))
         else:
-            count = self._sock.recv_into(self._arena[self._place : self._place + size])
+            views = _views(self._arena, self._place, self._received)
+            count = self._sock.recvmsg_into(views)[0]
         if not count:
             raise LinkEnded("the peer closed")
-        self._place += count
-        self._remaining -= count
+        self._received += count
         return count
 
     def _answer(self) -> None:
@@ -218,3 +225,7 @@ class IncomingLink:
                 raise LinkEnded(f"connection lost: {error.strerror}") from error
             del self._answers[:sent]
         return False
+
+
+def _views(arena: memoryview, pieces: Pieces, position: int) -> list[memoryview]:
+    return pieces.views(arena, position, nbytes_max=CHUNK_BYTES, count_max=CHUNK_PIECES)

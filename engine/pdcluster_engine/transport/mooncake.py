@@ -3,9 +3,9 @@
 The library returns -1 for everything, crashes when its calls come in the wrong order, and goes on
 moving bytes after it has reported an error for a batch. So this adapter
 
-* uses single-entry asynchronous writes and asks for each id until its end, never again after it
-  (a finished id is freed memory);
-* keeps few operations in flight, since a queue overflow makes a peer unreachable for ever;
+* uses single-entry asynchronous writes, one for each piece of an operation, and asks for each id
+  until its end, never again after it (a finished id is freed memory);
+* keeps few writes in flight, since a queue overflow makes a peer unreachable for ever;
 * has its own deadlines, shorter than the library's, and answers an expired one by raising
   `CannotContinue`: whoever runs it ends its process, which is the only thing that certainly stops
   the writing, or at least destroys the library's engine (`destroy`).
@@ -17,22 +17,29 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
 
 import msgspec
 
 from pdcluster_engine.transport.contact import TARGETS_MAX, Alarm, ContactGuard
+from pdcluster_engine.transport.flights import (
+    SMALL_SHARE,
+    Flight,
+    Peer,
+    Writing,
+    failure,
+    share,
+    stall,
+)
 from pdcluster_engine.transport.install import FabricProtocol, check_machine, explain_import
 from pdcluster_engine.transport.port import (
     Completed,
     Deadlines,
     WriteRequest,
     failed,
-    succeeded,
 )
-from pdcluster_engine.transport.requests import refusal
+from pdcluster_engine.transport.requests import refusal, source_problem
 from pdcluster_protocol.errors import ConfigError, TransportError
 
 WEDGE_SECONDS = (0.95, 1.05)
@@ -72,6 +79,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     """RDMA adapters to use, separated by commas; empty lets the library choose."""
     window_per_peer: int = 16
+    """Large writes in flight; of those up to 16 KiB four times as many."""
     window: int = 64
     deadlines: Deadlines = Deadlines()
 
@@ -84,29 +92,6 @@ class State(Enum):
     BROKEN = auto()
 
 
-class Flight:
-    """One operation inside the library."""
-
-    __slots__ = ("batch", "deadline", "request", "started")
-
-    def __init__(self, request: WriteRequest, batch: int, started: float, deadline: float) -> None:
-        self.request = request
-        self.batch = batch
-        self.started = started
-        self.deadline = deadline
-
-
-class Peer:
-    """What is queued and under way for one session name."""
-
-    __slots__ = ("flights", "flying_bytes", "queued")
-
-    def __init__(self) -> None:
-        self.queued: deque[WriteRequest] = deque()
-        self.flights: list[Flight] = []
-        self.flying_bytes = 0
-
-
 class MooncakeAdapter:
     """`start` once, then `submit` and `poll`; not thread-safe, and needs no thread."""
 
@@ -114,8 +99,8 @@ class MooncakeAdapter:
         "_arena_address",
         "_arena_nbytes",
         "_engine",
-        "_flying",
         "_guard",
+        "_operations",
         "_peers",
         "_refused",
         "_registered",
@@ -123,6 +108,7 @@ class MooncakeAdapter:
         "_state",
         "_suspicions",
         "_turn",
+        "_window",
     )
 
     def __init__(
@@ -142,7 +128,10 @@ class MooncakeAdapter:
         self._state = State.NEW
         self._engine: Any = None
         self._peers: dict[str, Peer] = {}
-        self._flying = 0
+        self._window = settings.window * SMALL_SHARE
+        """What may still be handed over to all peers, in shares of a large write."""
+        self._operations = 0
+        """Taken and not refused, and not yet ended."""
         self._turn: deque[str] = deque()
         """Peers with queued operations; the first one is served next."""
         self._refused: list[Completed] = []
@@ -152,7 +141,7 @@ class MooncakeAdapter:
     @property
     def outstanding(self) -> int:
         """Operations that have not been reported by `poll`."""
-        return self._flying + len(self._refused) + sum(len(p.queued) for p in self._peers.values())
+        return self._operations + len(self._refused)
 
     def start(self) -> tuple[str, str]:
         """Import the library, listen, register the arena; return session name and version.
@@ -205,10 +194,11 @@ class MooncakeAdapter:
             return
         peer = self._peers.get(request.target)
         if peer is None:
-            peer = self._peers[request.target] = Peer()
+            peer = self._peers[request.target] = Peer(self._settings.window_per_peer * SMALL_SHARE)
         if not peer.queued:
             self._turn.append(request.target)
-        peer.queued.append(request)
+        peer.queued.append(Writing(request))
+        self._operations += 1
 
     def poll(self) -> list[Completed]:
         """Start what the windows allow, and report every operation that ended.
@@ -221,7 +211,7 @@ class MooncakeAdapter:
         self._refused = []
         for target in list(self._peers):
             ended += self._ended(target)
-        self._start_queued(ended)
+        ended += self._start_queued()
         return ended
 
     def _load(self) -> Any:  # noqa: ANN401 - the library has no types
@@ -246,12 +236,9 @@ class MooncakeAdapter:
 
     def _problem(self, request: WriteRequest) -> str:
         """Why a write must not reach the library, or an empty string."""
-        end = request.source_offset + request.nbytes
-        if request.nbytes <= 0 or request.source_offset < 0 or end > self._arena_nbytes:
-            return (
-                f"source bytes {request.source_offset} to {end} are outside the arena of "
-                f"{self._arena_nbytes} bytes"
-            )
+        problem = source_problem(request.source, arena_nbytes=self._arena_nbytes)
+        if problem:
+            return f"it {problem}"
         refused = refusal(request)
         if refused is not None:
             return refused.detail
@@ -260,47 +247,61 @@ class MooncakeAdapter:
             return f"target {request.target[:80]!r} is not host:port"
         return ""
 
-    def _start_queued(self, ended: list[Completed]) -> None:
+    def _start_queued(self) -> list[Completed]:
         """Give each peer one turn after the other until the windows are full."""
+        ended: list[Completed] = []
         full: list[str] = []
-        while self._turn and self._flying < self._settings.window:
+        while self._turn and self._window > 0:
             target = self._turn.popleft()
             peer = self._peers[target]
-            if len(peer.flights) >= self._settings.window_per_peer:
+            if peer.window <= 0:
                 full.append(target)
                 continue
-            refusal = self._hand_over(target, peer, peer.queued.popleft())
-            if refusal is not None:
-                ended.append(refusal)
+            writing = peer.queued[0]
+            with self._guard(target):
+                self._hand_over(target, peer, writing)
+            if writing.handed_over:
+                peer.queued.popleft()
+                if not writing.flying:
+                    ended.append(self._end(writing))
             if peer.queued:
                 self._turn.append(target)
         self._turn.extendleft(reversed(full))
+        return ended
 
-    def _hand_over(self, target: str, peer: Peer, request: WriteRequest) -> Completed | None:
-        started = time.monotonic()
-        with self._guard(target):
-            batch = self._engine.batch_transfer_async_write(
-                target,
-                [self._arena_address + request.source_offset],
-                [request.destination_address],
-                [request.nbytes],
-            )
-        if not batch:
-            return _failure(request, time.monotonic() - started)
-        peer.flying_bytes += request.nbytes
-        deadline = started + self._settings.deadlines.stall_seconds(peer.flying_bytes)
-        peer.flights.append(Flight(request, batch, started, deadline))
-        self._flying += 1
-        return None
+    def _hand_over(self, target: str, peer: Peer, writing: Writing) -> None:
+        """Hand over the pieces of one operation, as many as the windows allow."""
+        request = writing.request
+        taken = share(request.nbytes)
+        write = self._engine.batch_transfer_async_write
+        while not writing.handed_over and self._window > 0 and peer.window > 0:
+            started = time.monotonic()
+            source = request.source_offset + writing.handed * request.source_stride
+            destination = request.destination_address + writing.handed * request.destination_stride
+            batch = write(target, [self._arena_address + source], [destination], [request.nbytes])
+            if not batch:
+                writing.failure = failure(request, time.monotonic() - started)
+                return
+            writing.handed += 1
+            writing.flying += 1
+            peer.window -= taken
+            self._window -= taken
+            peer.flying_bytes += request.nbytes
+            deadline = started + self._settings.deadlines.stall_seconds(peer.flying_bytes)
+            peer.flights.append(Flight(writing, batch, started, deadline))
 
-    def _ended(self, target: str) -> Iterator[Completed]:
+    def _ended(self, target: str) -> list[Completed]:
         """Ask for every flight of one peer and forget those that ended."""
         peer = self._peers[target]
+        if not peer.flights and not peer.queued:
+            del self._peers[target]
+            return []
         now = time.monotonic()
+        ask = self._engine.transfer_check_status
         still: list[Flight] = []
         over: list[tuple[Flight, bool]] = []
         for flight in peer.flights:
-            match self._engine.transfer_check_status(flight.batch):
+            match ask(flight.batch):
                 case 1:
                     over.append((flight, True))
                 case -1:
@@ -309,19 +310,38 @@ class MooncakeAdapter:
                     still.append(flight)
                 case status:
                     self._state = State.BROKEN
-                    raise CannotContinue(_stall(flight, status, now))
+                    raise CannotContinue(stall(flight, status, now))
         peer.flights = still
-        self._flying -= len(over)
-        for flight, ok in over:
-            peer.flying_bytes -= flight.request.nbytes
-            self._suspect(target, None if ok else now - flight.started)
-            yield (
-                succeeded(flight.request.operation)
-                if ok
-                else _failure(flight.request, now - flight.started)
-            )
-        if not peer.flights and not peer.queued:
-            del self._peers[target]
+        return [
+            self._end(flight.writing)
+            for flight, ok in over
+            if self._landed(target, peer, flight, None if ok else now - flight.started)
+        ]
+
+    def _landed(self, target: str, peer: Peer, flight: Flight, failed_after: float | None) -> bool:
+        """Take one piece back; whether its operation ends with it."""
+        writing = flight.writing
+        nbytes = writing.request.nbytes
+        peer.flying_bytes -= nbytes
+        peer.window += share(nbytes)
+        self._window += share(nbytes)
+        writing.flying -= 1
+        self._suspect(target, failed_after)
+        if failed_after is not None and not writing.failure:
+            writing.failure = failure(writing.request, failed_after)
+            if peer.queued and peer.queued[0] is writing:
+                self._drop_first(target, peer)
+        return writing.handed_over and not writing.flying
+
+    def _drop_first(self, target: str, peer: Peer) -> None:
+        """Hand over no more of an operation that cannot succeed any longer."""
+        peer.queued.popleft()
+        if not peer.queued:
+            self._turn.remove(target)
+
+    def _end(self, writing: Writing) -> Completed:
+        self._operations -= 1
+        return writing.end
 
     def _suspect(self, target: str, failed_after: float | None) -> None:
         """Find the wedge: two failures in a row after exactly 1 s, by a peer that does accept."""
@@ -336,23 +356,6 @@ class MooncakeAdapter:
             self._state = State.BROKEN
             raise CannotContinue(f"Mooncake is wedged for {target}: each write fails after 1.00 s")
         # A dead peer has the same second between attempts to connect; it is not suspected.
-
-
-def _failure(request: WriteRequest, seconds: float) -> Completed:
-    detail = (
-        f"Mooncake could not write {request.nbytes} bytes to {request.target} "
-        f"(-1 after {seconds:.3f} s)"
-    )
-    return failed(request.operation, detail)
-
-
-def _stall(flight: Flight, status: int, now: float) -> str:
-    request = flight.request
-    what = "made no end" if status == 0 else f"has the status {status}"
-    return (
-        f"stalled: the write of {request.nbytes} bytes to {request.target} {what} after "
-        f"{now - flight.started:.1f} s"
-    )
 
 
 def _accepts(target: str) -> bool:

@@ -16,12 +16,12 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
-from pdcluster_engine.memory.window import HostWindow
+from pdcluster_engine.memory.pieces import Pieces
+from pdcluster_engine.memory.window import ByteWindow, HostWindow
 from pdcluster_engine.transport.channel import Channel, ChannelClosed
 from pdcluster_engine.transport.linux import die_with_parent, map_shared, view
 from pdcluster_engine.transport.mooncake import MooncakeAdapter, Settings
@@ -75,9 +75,6 @@ class Farewell(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 FromProcess = Started | Completed | Farewell
 
-Digest = Callable[[int, int], int]
-"""xxh3_64 of so many bytes of the own arena from an offset on; the engine has checked the range."""
-
 
 class Adapter(Protocol):
     """What moves the bytes inside this process."""
@@ -96,12 +93,12 @@ class Adapter(Protocol):
 class Worker:
     """The loop between the control socket, the adapter and the hash."""
 
-    __slots__ = ("_adapter", "_channel", "_digests", "_hash", "_hashes", "_progress_at")
+    __slots__ = ("_adapter", "_channel", "_digests", "_hashes", "_progress_at", "_window")
 
-    def __init__(self, channel: Channel[Request], adapter: Adapter, digest: Digest) -> None:
+    def __init__(self, channel: Channel[Request], adapter: Adapter, window: ByteWindow) -> None:
         self._channel = channel
         self._adapter = adapter
-        self._hash = digest
+        self._window = window
         self._hashes: deque[DigestRequest] = deque()
         self._digests: dict[int, int] = {}
         """Per write that asked for it, the digest of its source."""
@@ -149,9 +146,7 @@ class Worker:
                 case WriteRequest():
                     self._adapter.submit(request)
                     if request.digest:
-                        self._digests[request.operation] = self._hash(
-                            request.source_offset, request.nbytes
-                        )
+                        self._digests[request.operation] = self._hash(request.source)
                 case DigestRequest():
                     self._hashes.append(request)
 
@@ -166,10 +161,14 @@ class Worker:
         hashed_bytes = 0
         while self._hashes and hashed_bytes < DIGEST_BYTES_A_TURN:
             request = self._hashes.popleft()
-            digest = self._hash(request.offset, request.nbytes)
-            ended.append(succeeded(request.operation, digest))
-            hashed_bytes += request.nbytes
+            ended.append(succeeded(request.operation, self._hash(request.source)))
+            hashed_bytes += request.source.total_nbytes
         return ended
+
+    def _hash(self, source: Pieces) -> int:
+        return self._window.digest(
+            source.offset, source.nbytes, pieces=source.count, stride=source.stride
+        )
 
 
 def run(settings: ProcessSettings, channel: Channel[Request]) -> None:
@@ -182,7 +181,7 @@ def run(settings: ProcessSettings, channel: Channel[Request]) -> None:
     session_name, version = adapter.start()
     channel.send([Started(session_name, address, version)])
     window = HostWindow(view(address, settings.arena_nbytes))
-    Worker(channel, adapter, window.digest).serve()
+    Worker(channel, adapter, window).serve()
 
 
 def say_farewell(channel: Channel[Request], detail: str, *, final: bool) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pdcluster_engine.memory.pieces import Pieces
 from pdcluster_engine.transport.port import (
+    PIECES_MAX,
     Completed,
-    DigestRequest,
     Request,
     WriteRequest,
     failed,
@@ -13,6 +14,8 @@ from pdcluster_protocol.errors import TransportError
 
 TARGET_CHARS_MAX = 256
 ADDRESS_END = 1 << 64
+PIECE_BYTES_MIN = 4096
+"""What a piece counts for at least where time is estimated from bytes: each has a fixed price."""
 
 
 class Outstanding:
@@ -32,7 +35,7 @@ class Outstanding:
 
     @property
     def nbytes(self) -> int:
-        """Their bytes together."""
+        """Their bytes together, small pieces counted as `PIECE_BYTES_MIN`."""
         return self._nbytes
 
     def add(self, request: Request) -> None:
@@ -48,15 +51,12 @@ class Outstanding:
             )
         if request.operation in self._operations:
             raise TransportError(f"operation {request.operation} is already outstanding")
-        offset = source_offset(request)
-        end = offset + request.nbytes
-        if request.nbytes <= 0 or offset < 0 or end > self._arena_nbytes:
-            raise TransportError(
-                f"operation {request.operation} covers bytes {offset} to {end}; "
-                f"the arena has {self._arena_nbytes}"
-            )
-        self._operations[request.operation] = request.nbytes
-        self._nbytes += request.nbytes
+        problem = source_problem(request.source, arena_nbytes=self._arena_nbytes)
+        if problem:
+            raise TransportError(f"operation {request.operation} {problem}")
+        nbytes = counted_bytes(request.source)
+        self._operations[request.operation] = nbytes
+        self._nbytes += nbytes
 
     def remove(self, operation: int) -> bool:
         """Forget one operation; `False` when it was not outstanding."""
@@ -72,22 +72,34 @@ class Outstanding:
         self._nbytes = 0
 
 
-def source_offset(request: Request) -> int:
-    """Where the operation's bytes begin in the own arena."""
-    match request:
-        case WriteRequest(source_offset=offset):
-            return offset
-        case DigestRequest(offset=offset):
-            return offset
+def counted_bytes(pieces: Pieces) -> int:
+    """Bytes from which the time of an operation is estimated."""
+    return pieces.count * max(pieces.nbytes, PIECE_BYTES_MIN)
+
+
+def source_problem(source: Pieces, *, arena_nbytes: int) -> str:
+    """What is wrong with an operation's place in the own arena, or an empty string."""
+    if not 1 <= source.count <= PIECES_MAX:
+        return f"has {source.count} pieces; at least 1, at most {PIECES_MAX}"
+    if source.count > 1 and source.stride < source.nbytes:
+        return f"has pieces of {source.nbytes} bytes every {source.stride} bytes: they overlap"
+    if source.nbytes <= 0 or source.offset < 0 or source.end > arena_nbytes:
+        return f"covers bytes {source.offset} to {source.end}; the arena has {arena_nbytes}"
+    return ""
 
 
 def refusal(request: Request) -> Completed | None:
     """The answer to a write whose peer-given fields are impossible; such a write is not sent."""
     if not isinstance(request, WriteRequest):
         return None
-    address = request.destination_address
-    if not 0 < address <= ADDRESS_END - request.nbytes:
-        detail = f"destination address {address:#x} with {request.nbytes} bytes is impossible"
+    place = request.destination
+    if place.offset <= 0 or place.end > ADDRESS_END:
+        detail = (
+            f"destination address {place.offset:#x} with {place.end - place.offset} bytes "
+            "is impossible"
+        )
+    elif place.count > 1 and place.stride < place.nbytes:
+        detail = f"pieces of {place.nbytes} bytes every {place.stride} bytes overlap at the peer"
     elif not 0 < len(request.target) <= TARGET_CHARS_MAX:
         detail = f"target {request.target[:40]!r} is not a session name"
     else:

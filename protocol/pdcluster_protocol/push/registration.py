@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +19,8 @@ POLICIES: Final = {"Early": "early", "PrefillComplete": "prefill_complete"}
 """Our word for the admission policy, and SGLang's."""
 _HOST: Final = re.compile(r"[A-Za-z0-9_:%.\-\[\]]{1,253}")
 
-# What every rank of one instance must say alike, and SGLang's registry takes from the first.
+# What every rank of one instance must say alike, and SGLang's registry takes from the first. Null
+# says nothing of a field in the second list.
 _SHARED: Final = (
     "attn_tp_size",
     "attn_cp_size",
@@ -26,13 +28,15 @@ _SHARED: Final = (
     "dp_size",
     "page_size",
     "kv_cache_dtype",
-    "kv_layout",
     "dsv41_spec_layout",
     "follows_room",
     "enable_dsa_cache_layer_split",
     "enable_kv_cache_sharding",
 )
 _FIRST_NON_NULL: Final = ("kv_layout",)
+_shared_values: Final = attrgetter(*_SHARED)
+_TEXTS: Final = ("kv_cache_dtype", "kv_layout", "load_balance_method", "decode_allocation_policy")
+_texts: Final = attrgetter(*_TEXTS)
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,19 +99,24 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
             LayoutMismatch: naming the rank, the field and both values.
             PolicyMismatch: the same for the admission policy.
         """
-        rank = self.coordinate
-        for name in _SHARED:
-            known, told = getattr(first, name), getattr(self, name)
-            unsaid = name in _FIRST_NON_NULL and (known is None or told is None)
-            if known != told and not unsaid:
-                raise LayoutMismatch(
-                    f"{name} of rank {rank} is {told!r}; the registered ranks have {known!r}"
-                )
+        if _shared_values(first) != _shared_values(self):
+            for name in _SHARED:
+                self._require_same(name, first)
+        for name in _FIRST_NON_NULL:
+            if None not in (getattr(first, name), getattr(self, name)):
+                self._require_same(name, first)
         known, told = first.decode_allocation_policy, self.decode_allocation_policy
         if known != told:
             raise PolicyMismatch(
-                f"decode_allocation_policy of rank {rank} is {told!r}: inconsistent policies, the"
-                f" registered ranks have {known!r}"
+                f"decode_allocation_policy of rank {self.coordinate} is {told!r}: inconsistent"
+                f" policies, the registered ranks have {known!r}"
+            )
+
+    def _require_same(self, name: str, first: Registration) -> None:
+        known, told = getattr(first, name), getattr(self, name)
+        if known != told:
+            raise LayoutMismatch(
+                f"{name} of rank {self.coordinate} is {told!r}; the registered ranks have {known!r}"
             )
 
 
@@ -129,22 +138,30 @@ def parse_registration(body: bytes) -> Registration:
 
 
 def _require_bounds(row: Registration) -> None:
-    for name in ("attn_tp_size", "attn_cp_size", "pp_size", "attn_dp_size", "system_dp_size"):
-        _require(row, name, 1, RANKS_MAX)
-    for name in ("tp", "cp", "dp"):
-        _require(row, f"attn_{name}_rank", 0, getattr(row, f"attn_{name}_size") - 1)
-    _require(row, "pp_rank", 0, row.pp_size - 1)
-    _require(row, "system_dp_rank", 0, row.system_dp_size - 1)
-    _require(row, "rank_port", 1, 65535)
-    _require(row, "page_size", 1, 1 << 20)
-    if row.prefill_http_port is not None:
-        _require(row, "prefill_http_port", 1, 65535)
+    http_port = row.prefill_http_port
+    for name, value, low, high in (
+        ("attn_tp_size", row.attn_tp_size, 1, RANKS_MAX),
+        ("attn_cp_size", row.attn_cp_size, 1, RANKS_MAX),
+        ("pp_size", row.pp_size, 1, RANKS_MAX),
+        ("attn_dp_size", row.attn_dp_size, 1, RANKS_MAX),
+        ("system_dp_size", row.system_dp_size, 1, RANKS_MAX),
+        ("attn_tp_rank", row.attn_tp_rank, 0, row.attn_tp_size - 1),
+        ("attn_cp_rank", row.attn_cp_rank, 0, row.attn_cp_size - 1),
+        ("attn_dp_rank", row.attn_dp_rank, 0, row.attn_dp_size - 1),
+        ("pp_rank", row.pp_rank, 0, row.pp_size - 1),
+        ("system_dp_rank", row.system_dp_rank, 0, row.system_dp_size - 1),
+        ("rank_port", row.rank_port, 1, 65535),
+        ("page_size", row.page_size, 1, 1 << 20),
+        ("prefill_http_port", 1 if http_port is None else http_port, 1, 65535),
+    ):
+        if not low <= value <= high:
+            raise WireError(f"{name} is {value}; it must be in [{low}, {high}]")
     if row.rank_count > RANKS_MAX:
         raise WireError(f"the sizes make {row.rank_count} ranks; at most {RANKS_MAX} are taken")
     if _HOST.fullmatch(row.rank_ip) is None:
         raise WireError(f"rank_ip is {row.rank_ip[:64]!r}; it must be an address or a host name")
-    for name in ("kv_cache_dtype", "kv_layout", "load_balance_method", "decode_allocation_policy"):
-        if len(getattr(row, name) or "") > 64:
+    for name, text in zip(_TEXTS, _texts(row), strict=True):
+        if len(text or "") > 64:
             raise WireError(f"{name} is too long; at most 64 characters are taken")
 
 
@@ -170,9 +187,3 @@ def registration_of(hello: EngineHello, address: RankAddress, incarnation: str) 
         decode_allocation_policy=POLICIES[hello.allocation],
         pd_incarnation=incarnation,
     )
-
-
-def _require(row: Registration, name: str, low: int, high: int) -> None:
-    value = getattr(row, name)
-    if not low <= value <= high:
-        raise WireError(f"{name} is {value}; it must be in [{low}, {high}]")

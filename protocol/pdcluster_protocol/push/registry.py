@@ -52,10 +52,14 @@ class _RoomsBody(msgspec.Struct, frozen=True):
 class RegistryNode:
     """The ranks of one instance by coordinate, and which DP rank serves a room."""
 
-    __slots__ = ("_incarnation", "_rooms", "_rooms_max", "_rows")
+    __slots__ = ("_incarnation", "_rooms", "_rooms_max", "_rows", "_speakers", "changes")
 
     def __init__(self, *, rooms_max: int = ROOMS_MAX) -> None:
         self._rows: dict[RankCoordinate, Registration] = {}
+        self._speakers: dict[RankCoordinate, Registration] = {}
+        """The rows that name what others may leave unsaid."""
+        self.changes = 0
+        """Moves whenever `get_route` may answer otherwise than before."""
         self._incarnation = ""
         self._rooms: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self._rooms_max = rooms_max
@@ -65,8 +69,10 @@ class RegistryNode:
     def begin(self, incarnation: str) -> None:
         """A new incarnation of our own instance: whatever was registered before is gone."""
         self._rows.clear()
+        self._speakers.clear()
         self._rooms.clear()
         self._incarnation = incarnation
+        self.changes += 1
 
     def register(self, row: Registration) -> None:
         """Add a rank, or replace the address of one that registered before.
@@ -76,17 +82,26 @@ class RegistryNode:
             LayoutMismatch: it disagrees with the registered ranks about bytes.
             PolicyMismatch: it disagrees about admission.
         """
+        place = row.coordinate
         if (self._rows or self._incarnation) and row.pd_incarnation != self._incarnation:
             raise RankConflict(
-                f"rank {row.coordinate} is of incarnation {row.pd_incarnation!r}; this table is of"
+                f"rank {place} is of incarnation {row.pd_incarnation!r}; this table is of"
                 f" {self._incarnation!r}"
             )
-        for coordinate, known in self._rows.items():
-            # A rank that registers again replaces its own row, so only the others bind it.
-            if coordinate != row.coordinate:
-                row.require_consistent(known)
+        if self._rows.get(place) == row:
+            # A retry: whoever sent it did not see our answer.
+            return
+        # All rows agree already, so any other one speaks for all of them.
+        for rows in (self._rows, self._speakers):
+            other = _row_of_another(rows, place)
+            if other is not None:
+                row.require_consistent(other)
         self._incarnation = row.pd_incarnation
-        self._rows[row.coordinate] = row
+        self._rows[place] = row
+        self._speakers.pop(place, None)
+        if row.kv_layout is not None:
+            self._speakers[place] = row
+        self.changes += 1
 
     def forget(self) -> None:
         """The instance died."""
@@ -140,7 +155,7 @@ class RegistryNode:
             entry = msgspec.json.decode(body, type=_DpRankBody)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return Answer(400, f"register_dp_rank: {error}")
-        size = max((row.dp_size for row in self._rows.values()), default=1 << 16)
+        size = next((row.dp_size for row in self._rows.values()), 1 << 16)
         if not 1 <= entry.bootstrap_room <= ROOM_MAX:
             return Answer(400, f"bootstrap_room is {entry.bootstrap_room}; use [1, {ROOM_MAX}]")
         if not 0 <= entry.dp_rank < size:
@@ -225,6 +240,13 @@ def _place(query: Mapping[str, str]) -> tuple[int, ...]:
             raise WireError(f"query parameter {name} is {text[:32]!r}; it must be an integer")
         place.append(int(text))
     return tuple(place)
+
+
+def _row_of_another(
+    rows: dict[RankCoordinate, Registration], place: RankCoordinate
+) -> Registration | None:
+    """A row that binds the rank at `place`: it replaces its own, so only the others do."""
+    return next((row for other, row in rows.items() if other != place), None)
 
 
 def _first_said(values: list[Any]) -> Any:  # noqa: ANN401 - values of several JSON types

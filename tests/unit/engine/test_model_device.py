@@ -7,8 +7,10 @@ import torch
 
 from pdcluster_engine.memory.device import DeviceArena
 from pdcluster_engine.model.loading import load_runner
-from pdcluster_engine.model.port import DecodeRow
+from pdcluster_engine.model.port import DecodeRow, RankArena
 from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.rank_layout import rank_slice
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
 from support.model_runs import MODELS, PAGE_COUNT, PagedModel, prompt
 
 
@@ -17,7 +19,8 @@ def test_logits_and_page_bytes_are_identical(name: str) -> None:
     host = PagedModel(name)
     other = load_runner(f"builtin://{name}", dtype="auto", mode="exact", threads=1)
     arena = DeviceArena.create(torch.device("cpu"), other.layout, PAGE_COUNT, metadata_bytes=0)
-    other.runner.attach(arena, PAGE_COUNT)
+    whole = rank_slice(other.layout, Parallelism(), RankCoordinate())
+    other.runner.attach([RankArena(whole, arena)], PAGE_COUNT)
     ids = prompt(130)
     pages = host.take(150)
     expected = host.prefill(pages, ids, chunk=50)

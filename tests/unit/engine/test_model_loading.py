@@ -25,13 +25,13 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from pdcluster_engine.memory.arena import Arena
 from pdcluster_engine.model import shim
 from pdcluster_engine.model.builtin import VOCAB_SIZE, byte_codec
 from pdcluster_engine.model.loading import LoadedModel, load_runner
 from pdcluster_engine.model.port import DecodeRow, ModelRunner
 from pdcluster_protocol.errors import ConfigError
-from support.model_runs import MODELS, PagedModel, generate, prompt
+from pdcluster_protocol.topology import Parallelism
+from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, place, prompt
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,
@@ -375,6 +375,5 @@ def test_a_forward_before_an_arena_is_attached_is_a_named_fault() -> None:
     loaded = load("builtin://tiny-llama")
     with pytest.raises(RuntimeError, match="attach an arena"):
         loaded.runner.prefill([0], [1], 0, 1, lambda *_: None)
-    arena = Arena.create(loaded.layout, 1, metadata_bytes=0)
-    loaded.runner.attach(arena, 1)
+    loaded.runner.attach(place(loaded.layout, Parallelism()), PAGE_COUNT)
     assert (VOCAB_SIZE,) == loaded.runner.prefill([0], [1], 0, 1, lambda *_: None).shape

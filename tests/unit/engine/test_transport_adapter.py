@@ -77,8 +77,14 @@ def new_adapter(
     return MooncakeAdapter(settings, arena_address=BASE, arena_nbytes=ARENA)
 
 
-def write(operation: int, target: str = PEER, *, offset: int = 0) -> WriteRequest:
-    return WriteRequest(operation, target, offset, 1 << 40, 4096, False)
+def write(
+    operation: int, target: str = PEER, *, offset: int = 0, nbytes: int = 4096
+) -> WriteRequest:
+    return WriteRequest(operation, target, offset, 1 << 40, nbytes, False)
+
+
+def strided(operation: int, *, pieces: int) -> WriteRequest:
+    return WriteRequest(operation, PEER, 100, 1 << 40, 256, False, pieces, 1024, 300)
 
 
 def test_no_call_reaches_the_library_before_its_start(
@@ -117,7 +123,7 @@ def test_operations_are_single_and_the_windows_hold(
 ) -> None:
     peers = [f"127.64.1.{i}:15000" for i in range(2, 8)]
     for number in range(40 * len(peers)):
-        adapter.submit(write(number, peers[number // 40]))
+        adapter.submit(write(number, peers[number // 40], nbytes=64 << 10))
     assert [] == adapter.poll()
     handed = [target for target, *_ in library.handed]
     assert 64 == len(handed)
@@ -127,6 +133,53 @@ def test_operations_are_single_and_the_windows_hold(
         for _, sources, destinations, sizes in library.handed
     )
     assert 240 == adapter.outstanding
+
+
+def test_pieces_are_single_writes_and_their_window_holds(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    adapter.submit(strided(1, pieces=1000))
+    adapter.submit(write(2))
+    handed = 0
+    while handed < 1000:
+        assert [] == adapter.poll()
+        assert 64 >= len(library.handed) - handed
+        handed = len(library.handed)
+        library.status = dict.fromkeys(library.status, 1)
+    assert [1, 2] == [completed.operation for completed in adapter.poll() + adapter.poll()]
+    assert [(PEER, [BASE + 100 + i * 1024], [(1 << 40) + i * 300], [256]) for i in range(1000)] == (
+        library.handed[:1000]
+    )
+    assert [] == library.asked_after_end
+    assert 0 == adapter.outstanding
+
+
+def test_an_operation_is_ok_only_when_its_last_piece_is(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    adapter.submit(strided(1, pieces=3))
+    adapter.poll()
+    library.status |= {1: 1, 3: 1}
+    assert [] == adapter.poll()
+    library.status[2] = 1
+    assert [(1, True)] == [(c.operation, c.ok) for c in adapter.poll()]
+
+
+def test_a_failed_piece_ends_its_operation_once_nothing_of_it_flies(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    adapter.submit(strided(1, pieces=1000))
+    adapter.submit(write(2))
+    adapter.poll()
+    library.status[5] = -1
+    assert [] == adapter.poll()
+    library.status |= {batch: 1 for batch in range(1, 65) if batch != 5}
+    (failed,) = adapter.poll()
+    assert (1, False) == (failed.operation, failed.ok)
+    assert "one of 1000 pieces of 256 bytes" in failed.detail
+    assert [64 + 1] == [len(library.handed)]
+    library.status[65] = 1
+    assert [(2, True)] == [(c.operation, c.ok) for c in adapter.poll()]
 
 
 def test_every_operation_ends_once_and_no_ended_id_is_asked_again(

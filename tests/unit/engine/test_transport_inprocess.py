@@ -77,7 +77,7 @@ class ScriptedLibrary:
 class BrokenWindow(HostWindow):
     """Raises what a broken device raises."""
 
-    def digest(self, offset: int, nbytes: int) -> int:
+    def digest(self, offset: int, nbytes: int, *, pieces: int = 1, stride: int = 0) -> int:
         raise RuntimeError("illegal access")
 
 
@@ -139,6 +139,19 @@ def test_the_whole_arena_is_registered_once_and_its_address_published(new_bench:
     assert [True, True] == [done[1].ok, done[2].ok]
     assert done[1].digest == done[2].digest == HostWindow(bench.bytes).digest(0, 64)
     assert ["write"] == bench.calls[2:]
+
+
+def test_pieces_are_written_one_by_one_and_hashed_together(new_bench: NewBench) -> None:
+    bench = new_bench()
+    bench.bytes[:] = bytes(range(256)) * (NBYTES // 256)
+    bench.transport.start()
+    bench.side.wait(Ready)
+    bench.transport.submit(WriteRequest(1, PEER, 3, BASE, 5, True, 4, 100, 5))
+    bench.transport.submit(DigestRequest(2, 3, 5, 4, 100))
+    done = bench.side.wait_completed(2)
+    expected = HostWindow(bench.bytes).digest(3, 5, pieces=4, stride=100)
+    assert [expected, expected] == [done[1].digest, done[2].digest]
+    assert 4 == bench.calls.count("write")
 
 
 def test_a_fence_is_told_only_after_the_library_is_destroyed(new_bench: NewBench) -> None:

@@ -255,3 +255,36 @@ def test_a_malformed_room_is_400(raw: bytes) -> None:
 )
 def test_a_malformed_query_is_400(raw: bytes) -> None:
     assert 400 == RegistryNode().query_dp_ranks(raw, 0.0).status
+
+
+def test_a_kv_layout_binds_those_who_name_one_and_nobody_else() -> None:
+    registry = RegistryNode()
+    for rank, layout in enumerate((None, "nhd", None)):
+        row = body(attn_tp_size=4, attn_tp_rank=rank, kv_layout=layout)
+        assert 200 == registry.put_route(row).status
+
+    other = registry.put_route(body(attn_tp_size=4, attn_tp_rank=3, kv_layout="hnd"))
+    assert 400 == other.status
+    assert "kv_layout" in other.text
+    # The only rank that named one may name another.
+    assert 200 == registry.put_route(body(attn_tp_size=4, attn_tp_rank=1, kv_layout="hnd")).status
+    assert 200 == registry.put_route(body(attn_tp_size=4, attn_tp_rank=3, kv_layout="hnd")).status
+
+
+def test_a_rank_alone_may_register_with_other_sizes_and_two_may_not() -> None:
+    registry = RegistryNode()
+    registry.put_route(body())
+    assert 200 == registry.put_route(body(attn_tp_size=4)).status
+    assert 200 == registry.put_route(body(attn_tp_size=4, attn_tp_rank=1)).status
+
+    assert 400 == registry.put_route(body(attn_tp_size=2)).status
+
+
+def test_a_retry_changes_nothing_and_a_new_address_does() -> None:
+    registry = complete()
+    before = registry.changes
+    registry.put_route(body(attn_tp_rank=1, rank_port=9001))
+    assert before == registry.changes
+
+    registry.put_route(body(attn_tp_rank=1, rank_port=9555))
+    assert before < registry.changes
