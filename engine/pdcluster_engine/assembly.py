@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,14 +21,15 @@ from pdcluster_engine.memory.device import (
     device_memory_bytes,
     record_on,
     require_device,
-    reserve,
 )
 from pdcluster_engine.memory.finality import FinalityGate
-from pdcluster_engine.memory.metadata import MetadataTable, metadata_bytes
+from pdcluster_engine.memory.metadata import RankMetadata
+from pdcluster_engine.memory.ranks import RankMemory, rank_slices, reserve_ranks, row_spread
 from pdcluster_engine.model.loading import LoadedModel
 from pdcluster_engine.model.port import RankArena
 from pdcluster_engine.native import NativeEngine
 from pdcluster_engine.parts import Parts
+from pdcluster_engine.ports import RankPort
 from pdcluster_engine.scheduling.worker import Bounds, ModelThread
 from pdcluster_engine.sizes import check_context, page_count, slot_count
 from pdcluster_engine.telemetry import Telemetry
@@ -40,7 +42,6 @@ from pdcluster_protocol.ledger import NodeSetup
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import EngineHello
 from pdcluster_protocol.nodes import decode_node, prefill_node
-from pdcluster_protocol.rank_layout import rank_slice
 from pdcluster_protocol.topology import RankCoordinate
 
 
@@ -51,7 +52,7 @@ class Assembly(msgspec.Struct, frozen=True):
     loop: OwnerLoop
     compute: ModelThread
     inbox: Inbox
-    arena: Arena | DeviceArena
+    arenas: tuple[Arena | DeviceArena, ...]
     gate: FinalityGate | None
     """The body of one more thread where the device is asynchronous."""
 
@@ -65,21 +66,20 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
     check_context(config, model_max=model.runner.max_context)
     device = require_device(config.device)
     memory = device_memory_bytes(device) if device.type == "cuda" else memory_bytes()
-    pages = page_count(config, model.layout, memory_bytes=memory)
+    slices = rank_slices(config, model.layout)
+    layouts = [held.layout for _, held in slices]
+    pages = page_count(config, layouts, memory_bytes=memory)
     slots = slot_count(config)
-    arena = reserve(device, model.layout, pages, metadata_bytes=metadata_bytes(slots))
-    coordinate = RankCoordinate(dp=config.dp_rank)
-    held = rank_slice(model.layout, config.parallel, coordinate)
-    model.runner.attach([RankArena(held, arena)], pages)
-    metadata = MetadataTable(arena.window, arena.metadata_offset, slots)
+    ranks = reserve_ranks(device, slices, pages=pages, slots=slots)
+    model.runner.attach([RankArena(rank.slice, rank.arena) for rank in ranks], pages)
+    metadata = RankMetadata([rank.metadata for rank in ranks])
     setup = NodeSetup(
         layout=model.layout,
         page_count=pages,
-        metadata_offset=arena.metadata_offset,
-        metadata_buffers=tuple(metadata.buffers()),
         slot_count=slots,
         parallel=config.parallel,
-        coordinate=coordinate,
+        ranks=tuple(rank.place for rank in ranks),
+        spread=row_spread(config.parallel),
         timeouts=config.timeouts,
         limits=Limits(),
         verify=config.checksum != "Off",
@@ -105,8 +105,7 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
     parts = Parts(
         legs=LegTable(legs_max=setup.limits.rooms_max),
         inbox=inbox,
-        link=_link(config, _greeting(config, model, pages), node),
-        transport=_transport(config, arena),
+        ports=_ports(config, ranks, _greeting(config, model, pages), node),
         compute=compute,
         metadata=metadata,
         telemetry=telemetry,
@@ -114,7 +113,23 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
     executor = Executor(parts, digests=setup.verify)
     loop = OwnerLoop(node, parts, executor=executor, sequences_max=config.sequences)
     engine = NativeEngine(inbox=inbox, legs=parts.legs, loop=loop)
-    return Assembly(engine, loop, compute, inbox, arena, gate)
+    return Assembly(engine, loop, compute, inbox, tuple(rank.arena for rank in ranks), gate)
+
+
+def _ports(
+    config: EngineConfig, ranks: Sequence[RankMemory], greeting: EngineHello, node: Node
+) -> tuple[RankPort, ...]:
+    """A link and a transport for each rank; they share the engine's transport ports evenly."""
+    share = (config.transport_port_max - config.transport_port_min + 1) // len(ranks)
+    ports = []
+    for index, rank in enumerate(ranks):
+        hello = msgspec.structs.replace(
+            greeting, coordinate=rank.coordinate, session=secrets.token_hex(8)
+        )
+        first = config.transport_port_min + index * share
+        transport = _transport(config, rank.arena, port_min=first, port_max=first + share - 1)
+        ports.append(RankPort(index, _link(config, hello, node), transport))
+    return tuple(ports)
 
 
 def _link(config: EngineConfig, greeting: EngineHello, node: Node) -> Link:
@@ -129,7 +144,9 @@ def _link(config: EngineConfig, greeting: EngineHello, node: Node) -> Link:
     return link
 
 
-def _transport(config: EngineConfig, arena: Arena | DeviceArena) -> Transport:
+def _transport(
+    config: EngineConfig, arena: Arena | DeviceArena, *, port_min: int, port_max: int
+) -> Transport:
     if isinstance(arena, DeviceArena):
         if config.transport != "mooncake":
             raise ConfigError(
@@ -139,8 +156,8 @@ def _transport(config: EngineConfig, arena: Arena | DeviceArena) -> Transport:
         return open_in_process(
             arena.memory(),
             host=config.host,
-            port_min=config.transport_port_min,
-            port_max=config.transport_port_max,
+            port_min=port_min,
+            port_max=port_max,
             protocol=config.transport_protocol,
         )
     return open_transport(
@@ -148,14 +165,14 @@ def _transport(config: EngineConfig, arena: Arena | DeviceArena) -> Transport:
         arena_fd=arena.fd,
         arena_nbytes=arena.nbytes,
         host=config.host,
-        port_min=config.transport_port_min,
-        port_max=config.transport_port_max,
+        port_min=port_min,
+        port_max=port_max,
         protocol=config.transport_protocol,
     )
 
 
 def _greeting(config: EngineConfig, model: LoadedModel, pages: int) -> EngineHello:
-    """What is the same in every hello; `link` adds incarnation and rooms."""
+    """What is the same in every hello; each rank adds its place and session, `link` the rest."""
     return EngineHello(
         instance=config.instance,
         role=config.role,
@@ -163,7 +180,7 @@ def _greeting(config: EngineConfig, model: LoadedModel, pages: int) -> EngineHel
         parallel=config.parallel,
         layout=model.layout,
         incarnation="",
-        session=secrets.token_hex(8),
+        session="",
         http_port=config.http_port,
         fingerprint=config.fingerprint,
         allocation=config.allocation,
@@ -173,4 +190,5 @@ def _greeting(config: EngineConfig, model: LoadedModel, pages: int) -> EngineHel
         tokenizer_digest=model.tokenizer.digest(),
         tokenizer_files=model.tokenizer.files(),
         pid=os.getpid(),
+        spread=row_spread(config.parallel),
     )

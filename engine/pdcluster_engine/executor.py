@@ -47,19 +47,17 @@ class Executor:
         "_compute",
         "_digests",
         "_legs",
-        "_link",
         "_metadata",
+        "_ports",
         "_telemetry",
-        "_transport",
         "followups",
     )
 
     def __init__(self, parts: Parts, *, digests: bool) -> None:
         self._legs = parts.legs
         self._compute = parts.compute
-        self._transport = parts.transport
+        self._ports = parts.ports
         self._metadata = parts.metadata
-        self._link = parts.link
         self._telemetry = parts.telemetry
         self._digests = digests
         """Whether writes answer with a checksum, which decode compares."""
@@ -68,10 +66,10 @@ class Executor:
     def run(self, effect: Effect) -> None:
         """Carry out one effect."""
         match effect:
-            case Send(to, message):
-                self._link.send(Outbound(to, message))
+            case Send(to, message, rank):
+                self._ports[rank].link.send(Outbound(to, message))
             case ResolvePeer(bootstrap):
-                self._link.send(Resolve(bootstrap.host, bootstrap.port))
+                self._ports[0].link.send(Resolve(bootstrap.host, bootstrap.port))
             case Write() | VerifyRun() | Fence():
                 self._transfer(effect)
             case StartPrefill() | StartDecode() | StartAlone() | StopCompute():
@@ -83,28 +81,20 @@ class Executor:
 
     def _transfer(self, effect: Write | VerifyRun | Fence) -> None:
         match effect:
-            case Write(operation, target, source_offset, destination_address, nbytes):
-                self._submit(
-                    WriteRequest(
-                        operation,
-                        target,
-                        source_offset,
-                        destination_address,
-                        nbytes,
-                        self._digests,
-                    )
-                )
-            case VerifyRun(operation, offset, nbytes):
-                self._submit(DigestRequest(operation, offset, nbytes))
+            case Write():
+                self._submit(effect.rank, _write_request(effect, digest=self._digests))
+            case VerifyRun(operation, offset, nbytes, rank, pieces, stride):
+                self._submit(rank, DigestRequest(operation, offset, nbytes, pieces, stride))
             case Fence(cause, pages):
                 log.warning("fence", reason=cause, pages=pages)
-                self._transport.fence()
+                for port in self._ports:
+                    port.transport.fence()
             case _:
                 assert_never(effect)
 
-    def _submit(self, request: WriteRequest | DigestRequest) -> None:
+    def _submit(self, rank: int, request: WriteRequest | DigestRequest) -> None:
         try:
-            self._transport.submit(request)
+            self._ports[rank].transport.submit(request)
         except TransportError as error:
             # It never left, which a node may treat like any other write that failed.
             self.followups.append(OperationDone(request.operation, ok=False, detail=error.detail))
@@ -164,3 +154,17 @@ class Executor:
             reason="" if reason is None else str(reason),
             detail=detail,
         )
+
+
+def _write_request(write: Write, *, digest: bool) -> WriteRequest:
+    return WriteRequest(
+        write.operation,
+        write.target,
+        write.source_offset,
+        write.destination_address,
+        write.nbytes,
+        digest,
+        write.pieces,
+        write.source_stride,
+        write.destination_stride,
+    )

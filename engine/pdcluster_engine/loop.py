@@ -1,11 +1,11 @@
 """The owner loop: one thread, one selector, one node.
 
-It waits for the link to the sidecar, for the transport, for the inbox and for the node's own
+It waits for the links to the sidecar, for the transports, for the inbox and for the node's own
 deadline, turns what happened into events, and lets the executor carry out what the node answers.
 Nothing here blocks: forwards run on the model thread, bytes move in the transfer process. So the
 loop counter, which the sidecar passes on to peers, stands still only when this thread hangs.
 
-Only this thread touches the node, the transport and the link. Other threads post into the inbox.
+Only this thread touches the node, the transports and the links. Other threads post into the inbox.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 import structlog
 
 from pdcluster_engine.executor import Executor
-from pdcluster_engine.link import LinkState
 from pdcluster_engine.parts import Parts
+from pdcluster_engine.ports import RankPort, dropped, queued
 from pdcluster_engine.transport.port import Completed, Died, Fenced, Ready, TransportEvent
 from pdcluster_protocol.effects import Effect
 from pdcluster_protocol.errors import Reason, TransportError
@@ -103,8 +103,7 @@ class OwnerLoop:
     ) -> None:
         self._node = node
         self._executor = executor
-        self._link = parts.link
-        self._transport = parts.transport
+        self._ports = parts.ports
         self._inbox = parts.inbox
         self._legs = parts.legs
         self._compute = parts.compute
@@ -112,14 +111,11 @@ class OwnerLoop:
         self._sequences_max = sequences_max
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._watched: tuple[int, int] | None = None
-        """Descriptor and events under which the link is registered."""
         self._loops = 0
         self._pulse_at = 0.0
         self._link_dropped = 0
         self._stopping = False
         self._link_wanted = False
-        self._transport_ready = False
         self.snapshot = Snapshot()
 
     def open_link(self) -> None:
@@ -140,39 +136,42 @@ class OwnerLoop:
             TransportError: the transport cannot run on this machine.
         """
         self._selector.register(self._inbox.fileno(), selectors.EVENT_READ)
-        self._selector.register(self._transport.fileno(), selectors.EVENT_READ)
-        self._transport.start()
+        for port in self._ports:
+            port.open(self._selector)
         try:
             while not self._stopping:
                 self._turn()
         finally:
-            self._link.close()
-            self._transport.close()
+            for port in self._ports:
+                port.close()
             self._selector.close()
 
     def _turn(self) -> None:
         self._selector.select(self._timeout(self._clock()))
         now = self._clock()
         self._loops += 1
-        if self._link_wanted:
-            self._link.open(now)
-        self._link.dial_if_due(now)
-        # Asking all three costs less than keeping track of which one woke us.
-        for message in self._link.receive(now):
-            self._handle_message(message, now)
-        for occurrence in self._transport.events():
-            self._handle_transport(occurrence, now)
+        # Asking all of them costs less than keeping track of which one woke us.
+        for port in self._ports:
+            if self._link_wanted:
+                port.link.open(now)
+            port.link.dial_if_due(now)
+            for message in port.link.receive(now):
+                self._handle_message(port, message, now)
+            for occurrence in port.transport.events():
+                self._handle_transport(port, occurrence, now)
         for event in self._inbox.drain():
             self._handle(event, now)
         deadline = self._node.deadline()
         if deadline is not None and deadline <= now:
             self._handle(Tick(), now)
         self._publish(now)
-        self._link.flush(now)
-        self._watch_link()
+        for port in self._ports:
+            port.link.flush(now)
+            port.watch_link(self._selector)
 
     def _timeout(self, now: float) -> float:
-        deadlines = (self._pulse_at, self._node.deadline(), self._link.deadline())
+        links = (port.link.deadline() for port in self._ports)
+        deadlines = (self._pulse_at, self._node.deadline(), *links)
         due = min(deadline for deadline in deadlines if deadline is not None)
         return min(max(due - now, 0.0), PULSE_SECONDS)
 
@@ -190,29 +189,32 @@ class OwnerLoop:
 
     # --- the sidecar ------------------------------------------------------------------------------
 
-    def _handle_message(self, message: SidecarToEngine, now: float) -> None:
+    def _handle_message(self, port: RankPort, message: SidecarToEngine, now: float) -> None:
         match message:
             case HelloAnswer(incarnation, address):
-                log.info("joined", incarnation=incarnation, peer=str(address))
-                self._handle(Joined(incarnation, address), now)
+                log.info("joined", incarnation=incarnation, rank=port.index, peer=str(address))
+                self._handle(Joined(incarnation, address, port.index), now)
             case Inbound(inner, incarnation):
-                self._handle(MessageArrived(inner, incarnation), now)
+                self._handle(MessageArrived(inner, incarnation, port.index), now)
             case Resolved():
                 self._handle(_resolution(message), now)
             case PeerChanged(incarnation, state, detail):
                 self._handle(PeerStateChanged(incarnation, state, detail), now)
             case CancelLeg():
-                self._cancel(message, now)
+                self._cancel(port, message, now)
             case DumpRequested(request):
-                self._link.send(DumpAnswered(request, self._dump()))
+                port.link.send(DumpAnswered(request, self._dump()))
             case Drain(reason):
                 self._legs.draining = True
                 self._handle(Drained(reason), now)
             case _:
                 assert_never(message)
 
-    def _cancel(self, order: CancelLeg, now: float) -> None:
+    def _cancel(self, port: RankPort, order: CancelLeg, now: float) -> None:
         """An exact key, else an exact rid; nothing else matches."""
+        if port.index != 0:
+            # The sidecar tells all ranks; a leg belongs to all of them and is ended once.
+            return
         key = order.key
         if key is None:
             leg = self._legs.find_rid(order.rid) if order.rid else None
@@ -228,33 +230,33 @@ class OwnerLoop:
             "loops": self._loops,
             "legs": len(self._legs),
             "compute": {"queued": self._compute.queued, "active": self._compute.active},
-            "link": {"queued": self._link.queued, "dropped": self._link.dropped},
+            "link": {"queued": queued(self._ports), "dropped": dropped(self._ports)},
         }
         return msgspec.json.encode(description, enc_hook=str)
 
     # --- the transport ----------------------------------------------------------------------------
 
-    def _handle_transport(self, occurrence: TransportEvent, now: float) -> None:
+    def _handle_transport(self, port: RankPort, occurrence: TransportEvent, now: float) -> None:
         match occurrence:
             case Completed(operation, ok, digest, detail):
                 self._handle(OperationDone(operation, ok, digest, detail), now)
             case Ready(session_name, base_address):
-                self._transport_ready = True
-                self._handle(TransportReady(session_name, base_address), now)
+                port.transport_ready = True
+                self._handle(TransportReady(session_name, base_address, port.index), now)
             case Fenced():
-                self._lost("fence", "fenced", now)
+                self._lost(port, "fence", "fenced", now)
             case Died(detail, _, final):
                 if final:
                     raise TransportError(detail)
                 log.warning("transport_died", reason=str(Reason.TRANSFER_FAILED), detail=detail)
-                self._lost("death", detail, now)
+                self._lost(port, "death", detail, now)
             case _:
                 assert_never(occurrence)
 
-    def _lost(self, cause: str, detail: str, now: float) -> None:
-        self._transport_ready = False
+    def _lost(self, port: RankPort, cause: str, detail: str, now: float) -> None:
+        port.transport_ready = False
         self._telemetry.transport_restarts.labels(cause).inc()
-        self._handle(TransportLost(detail), now)
+        self._handle(TransportLost(detail, port.index), now)
 
     # --- what others see --------------------------------------------------------------------------
 
@@ -266,13 +268,13 @@ class OwnerLoop:
             running=self._compute.active,
             sequences_max=self._sequences_max,
         )
-        joined = self._link.state is LinkState.JOINED
+        joined = all(port.joined for port in self._ports)
         self.snapshot = Snapshot(
             loops=self._loops,
             load=load,
-            incarnation=self._link.incarnation,
+            incarnation=self._ports[0].link.incarnation,
             joined=joined,
-            transport_ready=self._transport_ready,
+            transport_ready=all(port.transport_ready for port in self._ports),
         )
         self._telemetry.show_load(load)
         if now < self._pulse_at:
@@ -280,29 +282,16 @@ class OwnerLoop:
         self._pulse_at = now + PULSE_SECONDS
         self._telemetry.loops.set(self._loops)
         self._telemetry.link_joined.set(joined)
-        self._telemetry.queue.labels("link").set(self._link.queued)
+        self._telemetry.queue.labels("link").set(queued(self._ports))
         self._telemetry.queue.labels("inbox").set(len(self._inbox))
-        if self._link.dropped > self._link_dropped:
-            lost = self._link.dropped - self._link_dropped
+        lost = dropped(self._ports) - self._link_dropped
+        if lost > 0:
             self._telemetry.dropped.labels("link_queue_full").inc(lost)
-            self._link_dropped = self._link.dropped
-        if joined:
-            self._link.send(Pulse(self._loops, load, rooms=len(self._node.open_keys())))
-
-    def _watch_link(self) -> None:
-        """Register what the link waits for; between two connections a turn sees none."""
-        descriptor = self._link.fileno()
-        wanted: tuple[int, int] | None = None
-        if descriptor >= 0:
-            events = selectors.EVENT_READ | (self._link.wants_write and selectors.EVENT_WRITE)
-            wanted = (descriptor, events)
-        if wanted == self._watched:
-            return
-        if self._watched is not None:
-            self._selector.unregister(self._watched[0])
-        if wanted is not None:
-            self._selector.register(*wanted)
-        self._watched = wanted
+            self._link_dropped += lost
+        pulse = Pulse(self._loops, load, rooms=len(self._node.open_keys()))
+        for port in self._ports:
+            if port.joined:
+                port.link.send(pulse)
 
 
 def _resolution(message: Resolved) -> PeerResolved:

@@ -8,11 +8,10 @@ import msgspec
 
 from pdcluster_engine.inbox import Inbox
 from pdcluster_engine.legs import LegTable
-from pdcluster_engine.link import Link
-from pdcluster_engine.memory.metadata import MetadataTable
+from pdcluster_engine.memory.metadata import RankMetadata
+from pdcluster_engine.ports import RankPort
 from pdcluster_engine.scheduling.orders import Begin
 from pdcluster_engine.telemetry import Telemetry
-from pdcluster_engine.transport.port import Transport
 from pdcluster_protocol.ids import Key
 
 
@@ -39,8 +38,8 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     legs: LegTable
     inbox: Inbox
-    link: Link
-    transport: Transport
+    ports: tuple[RankPort, ...]
+    """By unique rank."""
     compute: Compute
-    metadata: MetadataTable
+    metadata: RankMetadata
     telemetry: Telemetry

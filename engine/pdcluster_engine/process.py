@@ -163,4 +163,5 @@ def _end(assembly: Assembly, threads: list[threading.Thread]) -> None:
         thread.join(_JOIN_SECONDS)
     if not any(thread.is_alive() for thread in threads):
         assembly.inbox.close()
-        assembly.arena.close()
+        for arena in assembly.arenas:
+            arena.close()

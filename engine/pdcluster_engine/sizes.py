@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdcluster_protocol.config import EngineConfig
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.layout import KVLayout
@@ -12,19 +14,22 @@ MEMORY_SHARE = 8
 SLOTS_PER_SEQUENCE = 4
 
 
-def page_count(config: EngineConfig, layout: KVLayout, *, memory_bytes: int) -> int:
+def page_count(config: EngineConfig, layouts: Sequence[KVLayout], *, memory_bytes: int) -> int:
     """The pages of the pool: as configured, else four contexts, at most an eighth of the memory.
+
+    `layouts` are those of the engine's ranks, each of which has all pages in an arena of its own.
 
     Raises:
         ConfigError: the pool cannot hold one request of `max_context` tokens.
     """
-    needed = layout.pages_for(config.max_context)
-    page_bytes = layout.bytes_per_token * layout.page_size
+    page_size = layouts[0].page_size
+    needed = layouts[0].pages_for(config.max_context)
+    page_bytes = sum(layout.bytes_per_token for layout in layouts) * page_size
     if config.pages:
         if config.pages < needed:
             raise ConfigError(
                 f"pages is {config.pages}; max_context {config.max_context} needs {needed} pages of"
-                f" {layout.page_size} tokens: raise pages or lower max_context"
+                f" {page_size} tokens: raise pages or lower max_context"
             )
         return config.pages
     affordable = memory_bytes // MEMORY_SHARE // page_bytes

@@ -27,6 +27,7 @@ from pdcluster_protocol.messages import (
     Pulse,
     RankCard,
 )
+from pdcluster_protocol.rank_mapping import RowSpread
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 
 DEAD_INCARNATIONS_MAX: Final = 256
@@ -158,6 +159,7 @@ class InstanceNode:
             ),
             parallel=plan.parallel,
             layout=first.layout if first else None,
+            spread=first.spread if first else RowSpread.FIRST_CP_RANK,
             allocation=plan.allocation,
             fingerprint=plan.fingerprint or (first.fingerprint if first else ""),
             served_name=first.served_name if first else "",

@@ -66,7 +66,7 @@ def run(device: str, model: str, mode: str, lengths: list[int]) -> None:
             folder, transport="mooncake", model=f"builtin://{model}", mode=mode, device=device
         )
         for engine in (pair.prefill, pair.decode):
-            assert isinstance(engine.parts.arena, DeviceArena)
+            assert isinstance(engine.parts.arenas[0], DeviceArena)
             assert engine.parts.gate is not None
         for length in lengths:
             say(length=length, **compare(pair, length))
@@ -112,9 +112,10 @@ class Fencing:
 
 def fence(engine: Running) -> None:
     """End the transport's generation, and wait until the next one serves."""
-    inner = engine.parts.loop._transport
+    port = engine.parts.loop._ports[0]
+    inner = port.transport
     assert isinstance(inner, InProcessTransport)
-    engine.parts.loop._transport = Fencing(inner)
+    port.transport = Fencing(inner)
     engine.parts.inbox.wake()
     restarts = "pdcluster_transport_restarts_total"
     until(lambda: engine.value(restarts, cause="fence") == 1)

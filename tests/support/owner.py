@@ -14,10 +14,11 @@ from pdcluster_engine.inbox import Inbox
 from pdcluster_engine.legs import LegTable
 from pdcluster_engine.link import Link
 from pdcluster_engine.loop import OwnerLoop
-from pdcluster_engine.memory.metadata import MetadataTable, metadata_bytes
+from pdcluster_engine.memory.metadata import MetadataTable, RankMetadata, metadata_bytes
 from pdcluster_engine.memory.window import HostWindow
 from pdcluster_engine.native import NativeEngine
 from pdcluster_engine.parts import Parts
+from pdcluster_engine.ports import RankPort
 from pdcluster_engine.sampling import SamplingParameters
 from pdcluster_engine.scheduling.orders import Begin
 from pdcluster_engine.submission import Submission
@@ -153,10 +154,9 @@ class Bench:
         self.parts = Parts(
             legs=self.legs,
             inbox=self.inbox,
-            link=self.link,
-            transport=self.transport,
+            ports=(RankPort(0, self.link, self.transport),),
             compute=self.compute,
-            metadata=self.metadata,
+            metadata=RankMetadata([self.metadata]),
             telemetry=Telemetry(self.registry),
         )
         self.executor = Executor(self.parts, digests=True)

@@ -25,6 +25,7 @@ The room is written last, so a reader that finds its own room finds a whole row.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
@@ -143,6 +144,34 @@ class MetadataTable:
     def _get(self, slot: int, buffer: int) -> tuple[int, ...]:
         packed = self._window.read(self._place(slot, buffer), _ITEM_BYTES[buffer])
         return struct.unpack(_ROW_FORMATS[buffer], packed)
+
+
+class RankMetadata:
+    """The tables of all ranks of an engine: the same slot of each belongs to one request."""
+
+    __slots__ = ("_tables",)
+
+    def __init__(self, tables: Sequence[MetadataTable]) -> None:
+        self._tables = tuple(tables)
+
+    def write(self, slot: int, row: MetadataRow) -> None:
+        """Fill a slot in every rank, since each may have to send it; see `MetadataTable.write`."""
+        for table in self._tables:
+            table.write(slot, row)
+
+    def read(self, slot: int, *, top_logprobs: int | None = None) -> MetadataRow:
+        """What the first rank's slot holds; see `MetadataTable.read`."""
+        return self._tables[0].read(slot, top_logprobs=top_logprobs)
+
+    def room(self, slot: int) -> int:
+        """The room that every rank's slot says; 0 when one is not written, or they differ."""
+        rooms = {table.room(slot) for table in self._tables}
+        return rooms.pop() if len(rooms) == 1 else ROOM_UNWRITTEN
+
+    def clear(self, slot: int) -> None:
+        """Say "not written" in every rank."""
+        for table in self._tables:
+            table.clear(slot)
 
 
 def metadata_bytes(slot_count: int) -> int:

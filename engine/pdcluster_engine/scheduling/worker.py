@@ -16,7 +16,7 @@ from typing import assert_never
 import msgspec
 import torch
 
-from pdcluster_engine.memory.metadata import MetadataRow, MetadataTable
+from pdcluster_engine.memory.metadata import MetadataRow, RankMetadata
 from pdcluster_engine.model.port import ModelRunner, Written
 from pdcluster_engine.sampling import Sampled, sample
 from pdcluster_engine.scheduling.answer import Answer
@@ -61,7 +61,7 @@ class ModelThread:
         runner: ModelRunner,
         codec: TextCodec,
         *,
-        metadata: MetadataTable,
+        metadata: RankMetadata,
         post: Callable[[Event], None],
         telemetry: Telemetry,
         bounds: Bounds,

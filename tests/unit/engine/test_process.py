@@ -45,7 +45,7 @@ def config(*, max_context: int = 1000, pages: int = 0) -> EngineConfig:
 def test_the_pool_is_four_contexts_or_an_eighth_of_the_memory(
     pages: int, memory: int, expected: int
 ) -> None:
-    assert expected == page_count(config(pages=pages), LAYOUT, memory_bytes=memory)
+    assert expected == page_count(config(pages=pages), [LAYOUT], memory_bytes=memory)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_pool_is_four_contexts_or_an_eighth_of_the_memory(
 )
 def test_a_pool_below_one_context_is_refused(pages: int, memory: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        page_count(config(pages=pages), LAYOUT, memory_bytes=memory)
+        page_count(config(pages=pages), [LAYOUT], memory_bytes=memory)
 
 
 @pytest.mark.parametrize("wanted", [0, 513])

@@ -11,7 +11,12 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdcluster_engine.legs import Leg
-from pdcluster_engine.memory.metadata import MetadataRow, MetadataTable, metadata_bytes
+from pdcluster_engine.memory.metadata import (
+    MetadataRow,
+    MetadataTable,
+    RankMetadata,
+    metadata_bytes,
+)
 from pdcluster_engine.memory.window import HostWindow
 from pdcluster_engine.model.builtin import END_ID, byte_codec
 from pdcluster_engine.model.port import DecodeRow, Written
@@ -94,7 +99,7 @@ class Bench:
         self.events: list[Event] = []
         self.changed = threading.Condition()
         memory = memoryview(bytearray(metadata_bytes(SLOTS)))
-        self.metadata = MetadataTable(HostWindow(memory), 0, SLOTS)
+        self.metadata = RankMetadata([MetadataTable(HostWindow(memory), 0, SLOTS)])
         self.registry = CollectorRegistry()
         self.thread = ModelThread(
             self.runner,
