@@ -31,6 +31,7 @@ from pdcluster_engine.parts import Parts
 from pdcluster_engine.scheduling.worker import Bounds, ModelThread
 from pdcluster_engine.sizes import check_context, page_count, slot_count
 from pdcluster_engine.telemetry import Telemetry
+from pdcluster_engine.transport.fault_source import inject_faults
 from pdcluster_engine.transport.open import open_in_process, open_transport
 from pdcluster_engine.transport.port import Transport
 from pdcluster_protocol.config import EngineConfig
@@ -106,7 +107,7 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
         legs=LegTable(legs_max=setup.limits.rooms_max),
         inbox=inbox,
         link=_link(config, _greeting(config, model, pages), node),
-        transport=_transport(config, arena),
+        transport=_transport(config, arena, telemetry),
         compute=compute,
         metadata=metadata,
         telemetry=telemetry,
@@ -129,8 +130,10 @@ def _link(config: EngineConfig, greeting: EngineHello, node: Node) -> Link:
     return link
 
 
-def _transport(config: EngineConfig, arena: Arena | DeviceArena) -> Transport:
+def _transport(config: EngineConfig, arena: Arena | DeviceArena, telemetry: Telemetry) -> Transport:
     if isinstance(arena, DeviceArena):
+        if config.faults:
+            raise ConfigError(f"faults need host memory, and device is {config.device}")
         if config.transport != "mooncake":
             raise ConfigError(
                 f"transport is {config.transport}, which shares host memory; with device "
@@ -143,7 +146,7 @@ def _transport(config: EngineConfig, arena: Arena | DeviceArena) -> Transport:
             port_max=config.transport_port_max,
             protocol=config.transport_protocol,
         )
-    return open_transport(
+    transport = open_transport(
         config.transport,
         arena_fd=arena.fd,
         arena_nbytes=arena.nbytes,
@@ -151,6 +154,15 @@ def _transport(config: EngineConfig, arena: Arena | DeviceArena) -> Transport:
         port_min=config.transport_port_min,
         port_max=config.transport_port_max,
         protocol=config.transport_protocol,
+    )
+    if not config.faults:
+        return transport
+    return inject_faults(
+        transport,
+        config.faults,
+        arena_fd=arena.fd,
+        arena_nbytes=arena.nbytes,
+        counter=telemetry.injected_faults,
     )
 
 
