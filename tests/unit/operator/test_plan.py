@@ -157,6 +157,7 @@ def test_zero_replicas_on_both_sides_is_a_suspended_plan() -> None:
         ("spec.decode.nodes is 2", {"decode": {"nodes": 2}}),
         ("spec.kv.allocation is PrefillComplete", {"kv": {"allocation": "PrefillComplete"}}),
         ("spec.kv.checksum is Sampled", {"kv": {"checksum": "Sampled"}}),
+        ("spec.kv.dtype is fp8_e5m2; engine native knows auto", {"kv": {"dtype": "fp8_e5m2"}}),
         ("spec.prefill.parallel has tp 2, dp 1", {"prefill": {"parallel": {"tp": 2}}}),
         ("spec.decode.parallel has tp 1, dp 1, pp 2", {"decode": {"parallel": {"pp": 2}}}),
         ("spec.security.apiKeysSecret is keys", {"security": {"apiKeysSecret": "keys"}}),
