@@ -33,6 +33,7 @@ from pdcluster_engine.ports import RankPort
 from pdcluster_engine.scheduling.worker import Bounds, ModelThread
 from pdcluster_engine.sizes import check_context, page_count, slot_count
 from pdcluster_engine.telemetry import Telemetry
+from pdcluster_engine.transport.fault_source import inject_faults
 from pdcluster_engine.transport.open import open_in_process, open_transport
 from pdcluster_engine.transport.port import Transport
 from pdcluster_protocol.config import EngineConfig
@@ -105,7 +106,9 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
     parts = Parts(
         legs=LegTable(legs_max=setup.limits.rooms_max),
         inbox=inbox,
-        ports=_ports(config, ranks, _greeting(config, model, pages), node),
+        ports=_ports(
+            config, ranks, _greeting(config, model, pages), node=node, telemetry=telemetry
+        ),
         compute=compute,
         metadata=metadata,
         telemetry=telemetry,
@@ -117,7 +120,12 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
 
 
 def _ports(
-    config: EngineConfig, ranks: Sequence[RankMemory], greeting: EngineHello, node: Node
+    config: EngineConfig,
+    ranks: Sequence[RankMemory],
+    greeting: EngineHello,
+    *,
+    node: Node,
+    telemetry: Telemetry,
 ) -> tuple[RankPort, ...]:
     """A link and a transport for each rank; they share the engine's transport ports evenly."""
     share = (config.transport_port_max - config.transport_port_min + 1) // len(ranks)
@@ -127,7 +135,9 @@ def _ports(
             greeting, coordinate=rank.coordinate, session=secrets.token_hex(8)
         )
         first = config.transport_port_min + index * share
-        transport = _transport(config, rank.arena, port_min=first, port_max=first + share - 1)
+        transport = _transport(
+            config, rank.arena, telemetry, port_min=first, port_max=first + share - 1
+        )
         ports.append(RankPort(index, _link(config, hello, node), transport))
     return tuple(ports)
 
@@ -145,9 +155,16 @@ def _link(config: EngineConfig, greeting: EngineHello, node: Node) -> Link:
 
 
 def _transport(
-    config: EngineConfig, arena: Arena | DeviceArena, *, port_min: int, port_max: int
+    config: EngineConfig,
+    arena: Arena | DeviceArena,
+    telemetry: Telemetry,
+    *,
+    port_min: int,
+    port_max: int,
 ) -> Transport:
     if isinstance(arena, DeviceArena):
+        if config.faults:
+            raise ConfigError(f"faults need host memory, and device is {config.device}")
         if config.transport != "mooncake":
             raise ConfigError(
                 f"transport is {config.transport}, which shares host memory; with device "
@@ -160,7 +177,7 @@ def _transport(
             port_max=port_max,
             protocol=config.transport_protocol,
         )
-    return open_transport(
+    transport = open_transport(
         config.transport,
         arena_fd=arena.fd,
         arena_nbytes=arena.nbytes,
@@ -168,6 +185,15 @@ def _transport(
         port_min=port_min,
         port_max=port_max,
         protocol=config.transport_protocol,
+    )
+    if not config.faults:
+        return transport
+    return inject_faults(
+        transport,
+        config.faults,
+        arena_fd=arena.fd,
+        arena_nbytes=arena.nbytes,
+        counter=telemetry.injected_faults,
     )
 
 

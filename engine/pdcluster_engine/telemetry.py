@@ -23,6 +23,7 @@ class Telemetry:
     __slots__ = (
         "_load",
         "dropped",
+        "injected_faults",
         "kv_bytes",
         "link_joined",
         "loops",
@@ -44,6 +45,12 @@ class Telemetry:
             "pdcluster_dropped",
             "Normal but unusable input: stale, doubled or unknown messages, a full queue.",
             ["what"],
+            registry=registry,
+        )
+        self.injected_faults = Counter(
+            "pdcluster_injected_faults",
+            "Faults that the transport injected on purpose; no series unless a plan asks for them.",
+            ["fault"],
             registry=registry,
         )
         self.pages = Gauge(

@@ -6,10 +6,11 @@
     --sequences N          decoding sequences at most
     --device cpu|cuda[:N]  where model and KV pages live
 
-Two more are for tests, and change neither bytes nor tokens:
+Three more are for tests; the first two change neither bytes nor tokens, the third breaks writes:
 
     --scatter-seed N       hand out scattered pages, shuffled by this seed, instead of long runs
     --check-invariants     check the whole node after every event; a violation ends the engine
+    --faults PLAN|@FILE    let the transport lie, such as `seed=7,FlippedByte=0.05`
 
 A flag may be written `--chunk 64` (two items) or `--chunk=64`. Abbreviations are not understood, so
 a flag that the API owns cannot slip by under a shorter name.
@@ -24,6 +25,7 @@ import msgspec
 
 from pdcluster_protocol.config import require_device_name
 from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.fault_plan import require_faults
 
 COUNT_MAX = 1 << 31
 SWITCHES = {"--check-invariants"}
@@ -40,6 +42,7 @@ class NativeArguments(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     scatter_seed: int | None = None
     check_invariants: bool = False
+    faults: str = ""
 
 
 def parse_native_arguments(args: Sequence[str], *, field: str) -> NativeArguments:
@@ -53,23 +56,7 @@ def parse_native_arguments(args: Sequence[str], *, field: str) -> NativeArgument
         name = flag.removeprefix("--").replace("-", "_")
         if name in values:
             raise ConfigError(f"{field}: {flag} stands twice; keep one")
-        match name:
-            case "mode":
-                if value not in {"exact", "batched"}:
-                    raise ConfigError(f"{field}: --mode is {value!r}; it is exact or batched")
-                values[name] = value
-            case "chunk" | "pages" | "sequences" | "scatter_seed":
-                values[name] = _count(flag, value, field)
-            case "device":
-                require_device_name(value, field=f"{field}: {flag}")
-                values[name] = value
-            case "check_invariants":
-                values[name] = True
-            case _:
-                raise ConfigError(
-                    f"{field}: {flag!r} is unknown to engine native; it knows --mode, --chunk,"
-                    " --pages, --sequences, --device, --scatter-seed, --check-invariants"
-                )
+        values[name] = _value(flag, value, name=name, field=field)
     return msgspec.convert(values, NativeArguments)
 
 
@@ -88,6 +75,30 @@ def _pairs(args: Sequence[str], field: str) -> Iterator[tuple[str, str]]:
             except StopIteration:
                 raise ConfigError(f"{field}: {flag} has no value; write {flag}=VALUE") from None
         yield flag, value
+
+
+def _value(flag: str, value: str, *, name: str, field: str) -> object:
+    """What a flag's value means."""
+    match name:
+        case "mode":
+            if value not in {"exact", "batched"}:
+                raise ConfigError(f"{field}: --mode is {value!r}; it is exact or batched")
+            return value
+        case "chunk" | "pages" | "sequences" | "scatter_seed":
+            return _count(flag, value, field)
+        case "device":
+            require_device_name(value, field=f"{field}: {flag}")
+            return value
+        case "faults":
+            require_faults(value, field=f"{field}: {flag}")
+            return value
+        case "check_invariants":
+            return True
+        case _:
+            raise ConfigError(
+                f"{field}: {flag!r} is unknown to engine native; it knows --mode, --chunk,"
+                " --pages, --sequences, --device, --scatter-seed, --check-invariants, --faults"
+            )
 
 
 def _count(flag: str, value: str, field: str) -> int:

@@ -19,8 +19,9 @@ from pdcluster_protocol.errors import ConfigError
 SLOT_MAX = 254
 POD_MAX = 253
 TRANSPORT_PORT_MIN = 15000
-TRANSPORT_PORT_COUNT = 32
-TRANSPORT_RANGE_COUNT = 468
+TRANSPORT_PORT_COUNT = 64
+"""Of one engine; its ranks share them, and eight are enough for one with a few restarts."""
+TRANSPORT_RANGE_COUNT = 234
 """Ranges that end below the engines' HTTP ports at 30000."""
 
 

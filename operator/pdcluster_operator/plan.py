@@ -192,6 +192,7 @@ def _engine(
         timeouts=sidecar.timeouts,
         fingerprint=sidecar.fingerprint,
         scatter_seed=arguments.scatter_seed,
+        faults=arguments.faults,
         check_invariants=arguments.check_invariants,
     )
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pdcluster_operator.api.v1alpha1 import PDCluster, RoleSpec, Spec
-from pdcluster_protocol.errors import ConfigError
+from pdcluster_operator.api.v1alpha1 import KV, PDCluster, RoleSpec, Spec
+from pdcluster_protocol.errors import ConfigError, LayoutMismatch
 from pdcluster_protocol.ids import Role
+from pdcluster_protocol.rank_mapping import KVFacts, KVKind, RankMapping
+from pdcluster_protocol.sizing import NATIVE_CACHE_DTYPES
 from pdcluster_protocol.topology import Parallelism
 
 
@@ -32,13 +34,7 @@ def _refusals(spec: Spec) -> Iterator[str]:
             f"spec.router.bypassBelowTokens is {spec.router.bypass_below_tokens}; this version"
             " cannot bypass prefill yet: leave it at 0"
         )
-    if spec.kv.allocation != "Early":
-        yield (
-            f"spec.kv.allocation is {spec.kv.allocation}; this version reserves decode's pages"
-            " before prefill only: use Early"
-        )
-    if spec.kv.checksum == "Sampled":
-        yield "spec.kv.checksum is Sampled; this version verifies all runs or none: use Full or Off"
+    yield from _cache_refusals(spec.kv)
     if spec.security.tls.mode != "Off":
         yield f"spec.security.tls.mode is {spec.security.tls.mode}; there is no TLS yet: use Off"
     if spec.security.api_keys_secret is not None:
@@ -50,6 +46,21 @@ def _refusals(spec: Spec) -> Iterator[str]:
         yield f"spec.scaling.mode is {spec.scaling.mode}; this version does not scale: set replicas"
     yield from _role_refusals(Role.PREFILL, spec.prefill)
     yield from _role_refusals(Role.DECODE, spec.decode)
+    mapping = _mapping_refusal(spec)
+    if mapping:
+        yield mapping
+
+
+def _cache_refusals(kv: KV) -> Iterator[str]:
+    if kv.allocation != "Early":
+        yield (
+            f"spec.kv.allocation is {kv.allocation}; this version reserves decode's pages"
+            " before prefill only: use Early"
+        )
+    if kv.dtype not in NATIVE_CACHE_DTYPES:
+        yield (f"spec.kv.dtype is {kv.dtype}; engine native knows {', '.join(NATIVE_CACHE_DTYPES)}")
+    if kv.checksum == "Sampled":
+        yield "spec.kv.checksum is Sampled; this version verifies all runs or none: use Full or Off"
 
 
 def _role_refusals(role: Role, spec: RoleSpec) -> Iterator[str]:
@@ -58,10 +69,15 @@ def _role_refusals(role: Role, spec: RoleSpec) -> Iterator[str]:
             f"spec.{role}.nodes is {spec.nodes}; engine native runs a replica on one node: use 1"
             " and more replicas"
         )
-    parallel = Parallelism(**spec.parallel.model_dump())
-    if parallel.ranks_per_dp != 1:
-        yield (
-            f"spec.{role}.parallel has tp {parallel.tp}, dp {parallel.dp}, pp {parallel.pp},"
-            f" cp {parallel.cp}; this version runs data-parallel ranks only: set tp to dp, and pp"
-            " and cp to 1"
-        )
+
+
+def _mapping_refusal(spec: Spec) -> str:
+    """Why the ranks of the two roles cannot meet, as far as it does not depend on the model."""
+    prefill, decode = (
+        Parallelism(**role.parallel.model_dump()) for role in (spec.prefill, spec.decode)
+    )
+    try:
+        RankMapping(prefill, decode, KVFacts(KVKind.LATENT, layers=max(prefill.pp, decode.pp)))
+    except LayoutMismatch as mismatch:
+        return f"spec.prefill.parallel and spec.decode.parallel: {mismatch.detail}"
+    return ""

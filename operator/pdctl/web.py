@@ -132,7 +132,8 @@ def _send(
     encoded = b"" if body is None else msgspec.json.encode(body)
     headers = {"content-type": "application/json"} if encoded else {}
     if signed_by is not None:
-        headers[HEADER] = signed_by.sign(method, target, encoded)
+        authority = f"{connection.host}:{connection.port}"
+        headers[HEADER] = signed_by.sign(method, target, encoded, authority=authority)
     connection.request(method, target, body=encoded or None, headers=headers)
     return connection.getresponse()
 

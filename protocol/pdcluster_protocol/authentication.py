@@ -5,13 +5,16 @@ sender's session, the newest counter and a window of the ones behind it, so a me
 recorded and is sent again is refused while messages that overtake each other are not. A session
 takes a place in that bounded table only after its MAC was right: without the key nobody fills it.
 
-- HTTP: one header (`HEADER`) of version, key id, session, counter and MAC. The MAC covers method,
-  request target with its query, the digest of the body, session and counter. An answer may be
-  signed too; it is bound to the header of its request, so it needs no counter of its own.
+- HTTP: one header (`HEADER`) of version, key id, session, counter, authority and MAC. The MAC
+  covers method, authority, request target with its query, the digest of the body, session and
+  counter. The *authority* is the host and port that the sender dialled; a server takes only its
+  own, whatever the request's `host` says, so what was signed for one server is worth nothing at
+  another. An answer may be signed too; it is bound to the header of its request, so it needs no
+  counter of its own.
 - Frames: a `Stamp` (key id, sender's and receiver's session, counter) travels inside a frame, and
   the MAC covers all frames with their lengths. The receiver's session ties a frame to one process
   start, which leaves nothing to replay after a restart. HTTP has no such tie: what was signed
-  before a server's restart, or for another server of the cluster, is not known to be old there.
+  before a server's restart is not known to be old there.
 
 Two keys are valid during a rotation: everybody verifies with any key of the ring and signs with the
 greatest key id, so a new key is first handed out everywhere under a smaller id or used last.
@@ -23,7 +26,7 @@ import hashlib
 import hmac
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -34,10 +37,13 @@ HEADER: Final = "x-pd-auth"
 KEY_BYTES_MIN: Final = 16
 MAC_BYTES: Final = 32
 COUNTER_MAX: Final = (1 << 63) - 1
-HEADER_LENGTH_MAX: Final = 512
-_VERSION: Final = "1"
+HEADER_LENGTH_MAX: Final = 1024
+_VERSION: Final = "2"
+_ANSWER: Final = "answer"
+"""What an answer has in place of an authority: it goes back where its request came from."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _COUNTER: Final = re.compile(r"[0-9]{1,19}")
+_AUTHORITY: Final = re.compile(r"[A-Za-z0-9_:%.\-]{1,261}")
 _MAC: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -146,19 +152,22 @@ class HttpSigner:
         self._counter = 0
         self.session: Final = session
 
-    def sign(self, method: str, target: str, body: bytes) -> str:
+    def sign(self, method: str, target: str, body: bytes, *, authority: str) -> str:
         """The value of `HEADER` for one request; every try needs its own.
 
-        `target` is the request target as it is sent: path and query, percent-encoded.
+        `target` is the request target as it is sent: path and query, percent-encoded. `authority`
+        is the server that it is sent to, `host:port` as it is dialled.
         """
         self._counter += 1
         key_id = self._ring.current
-        mac = _http_mac(self._ring.key(key_id), (method, target, self.session, self._counter), body)
-        return f"{_VERSION};{key_id};{self.session};{self._counter};{mac}"
+        place = _bare(authority)
+        fields = (method, place, target, self.session, self._counter)
+        mac = _http_mac(self._ring.key(key_id), fields, body)
+        return f"{_VERSION};{key_id};{self.session};{self._counter};{place};{mac}"
 
     def sign_answer(self, request: str, body: bytes) -> str:
         """The value of `HEADER` for the answer to the request that carried the header `request`."""
-        return self.sign("ANSWER", request, body)
+        return self.sign("ANSWER", request, body, authority=_ANSWER)
 
 
 class HttpVerifier:
@@ -170,13 +179,29 @@ class HttpVerifier:
         self._ring = ring
         self._windows = ReplayWindows(size=window, sessions_max=sessions_max)
 
-    def verify(self, header: str | None, method: str, target: str, body: bytes) -> str:
+    def verify(
+        self,
+        header: str | None,
+        method: str,
+        target: str,
+        body: bytes,
+        *,
+        authorities: Collection[str],
+    ) -> str:
         """The session that signed this request.
+
+        `authorities` are the names of this server, `host:port`: the configured one, and the one at
+        which the connection arrived. Never take one from the request.
 
         Raises:
             Unauthorized: its detail names what is missing or wrong.
         """
-        session, counter = self._check(header, method, target, body)
+        session, counter, authority = self._check(header, method, target, body)
+        if authority not in map(_bare, authorities):
+            raise Unauthorized(
+                f"header {HEADER}: the request was signed for {authority}; this server is"
+                f" {' or '.join(dict.fromkeys(authorities))}"
+            )
         self._windows.accept(session, counter)
         return session
 
@@ -188,16 +213,19 @@ class HttpVerifier:
         """
         return self._check(header, "ANSWER", request, body)[0]
 
-    def _check(self, header: str | None, method: str, target: str, body: bytes) -> tuple[str, int]:
+    def _check(
+        self, header: str | None, method: str, target: str, body: bytes
+    ) -> tuple[str, int, str]:
         if not header:
             raise Unauthorized(f"header {HEADER} is missing; the request must be signed")
-        key_id, session, counter, mac = _split_header(header)
-        expected = _http_mac(self._ring.key(key_id), (method, target, session, counter), body)
+        key_id, session, counter, authority, mac = _split_header(header)
+        fields = (method, authority, target, session, counter)
+        expected = _http_mac(self._ring.key(key_id), fields, body)
         if not hmac.compare_digest(expected, mac):
             raise Unauthorized(
                 f"header {HEADER}: the MAC is wrong; key, method, target or body differ"
             )
-        return session, counter
+        return session, counter, authority
 
 
 class Stamp(msgspec.Struct, frozen=True, array_like=True):
@@ -271,34 +299,52 @@ def _require_session(session: str) -> None:
         raise ConfigError(f"session {session!r}: use 1 to 128 letters, digits, '.', '_', '/', '-'")
 
 
-def _split_header(header: str) -> tuple[str, str, int, str]:
-    """Key id, session, counter and MAC of a header's value.
+def own_authorities(host: str, port: int, sockname: object) -> tuple[str, ...]:
+    """The names of a server: as it is configured, and as the connection found it.
+
+    `sockname` is the own end of the connection, as sockets tell it; behind a wildcard address or
+    port 0 only that is a name that others dial.
+    """
+    configured = f"{host}:{port}"
+    if not isinstance(sockname, tuple) or len(sockname) < 2:
+        return (configured,)
+    return configured, f"{str(sockname[0]).removeprefix('::ffff:')}:{sockname[1]}"
+
+
+def _bare(authority: str) -> str:
+    """`host:port` in its one form: without the brackets that a URL puts around IPv6."""
+    return authority.replace("[", "").replace("]", "").lower()
+
+
+def _split_header(header: str) -> tuple[str, str, int, str, str]:
+    """Key id, session, counter, authority and MAC of a header's value.
 
     Raises:
         Unauthorized: it has another form; no part of it is trusted yet.
     """
-    parts = header.split(";", 5) if len(header) <= HEADER_LENGTH_MAX else []
-    if len(parts) != 5:
-        raise Unauthorized(f"header {HEADER} must be version;key-id;session;counter;mac")
-    version, key_id, session, counter, mac = parts
-    if version != _VERSION:
-        raise Unauthorized(f"header {HEADER}: version {version[:8]!r} is unknown; send {_VERSION}")
+    parts = header.split(";", 6) if len(header) <= HEADER_LENGTH_MAX else []
+    if parts and parts[0] != _VERSION:
+        raise Unauthorized(f"header {HEADER}: version {parts[0][:8]!r} is unknown; send {_VERSION}")
+    if len(parts) != 6:
+        raise Unauthorized(f"header {HEADER} must be version;key-id;session;counter;authority;mac")
+    _, key_id, session, counter, authority, mac = parts
     for name, pattern, value in (
         ("key id", _NAME, key_id),
         ("session", _NAME, session),
         ("counter", _COUNTER, counter),
+        ("authority", _AUTHORITY, authority),
         ("mac", _MAC, mac),
     ):
         if pattern.fullmatch(value) is None:
             raise Unauthorized(f"header {HEADER}: {name} {value[:64]!r} is malformed")
     if not 1 <= int(counter) <= COUNTER_MAX:
         raise Unauthorized(f"header {HEADER}: counter {counter} is out of range")
-    return key_id, session, int(counter), mac
+    return key_id, session, int(counter), authority, mac
 
 
-def _http_mac(key: bytes, fields: tuple[str, str, str, int], body: bytes) -> str:
+def _http_mac(key: bytes, fields: Iterable[str | int], body: bytes) -> str:
     # Every field goes in with its length, so no two requests give the same bytes.
-    parts = [b"pd-http-1"]
+    parts = [b"pd-http-2"]
     for field in fields:
         raw = str(field).encode("utf-8", "surrogateescape")
         parts += (len(raw).to_bytes(8, "big"), raw)

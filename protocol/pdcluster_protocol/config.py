@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.fault_plan import require_faults
 from pdcluster_protocol.ids import Role
 from pdcluster_protocol.limits import Timeouts
 from pdcluster_protocol.topology import Parallelism
@@ -60,7 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     transport: Literal["mooncake", "local"] = "mooncake"
     transport_protocol: Literal["tcp", "rdma"] = "tcp"
     transport_port_min: int = 15000
-    transport_port_max: int = 15031
+    transport_port_max: int = 15063
+    """The ports are shared evenly by the engine's ranks."""
     checksum: Checksum = "Full"
     allocation: Literal["Early", "PrefillComplete"] = "Early"
     timeouts: Timeouts = Timeouts()
@@ -70,6 +72,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tests: hand out scattered pages instead of the longest extents."""
     check_invariants: bool = False
     """Tests: check the whole node after every event; a violation ends the process."""
+    faults: str = ""
+    """Tests: a plan of faults that the transport injects into its writes, or `@` and the path of a
+    file with one."""
     threads: int = 1
     run_folder: str = ""
     """Locally, where the run's files live."""
@@ -78,6 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def __post_init__(self) -> None:
         require_device_name(self.device, field="device")
+        require_faults(self.faults, field="faults")
 
 
 class SidecarConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

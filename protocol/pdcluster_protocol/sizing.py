@@ -37,6 +37,8 @@ DTYPE_BYTES = {
     "fp8_e5m2": 1,
     "float8_e4m3fn": 1,
 }
+NATIVE_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", FP8_DS_MLA)
+"""What `kv.dtype` may be with the native engine."""
 DEFAULT_POOL_CONTEXTS = 4
 DEFAULT_POOL_MEMORY_FRACTION = 8
 
@@ -67,7 +69,18 @@ FAMILIES: dict[str, CacheShape] = {
 
 PER_TOKEN_LAYERS = frozenset({"full_attention", "indexed_attention"})
 
+FP8_WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+"""The only row widths that the packed layout is defined for, by the config's fields."""
+
 BUILTIN_CONFIGS: dict[str, Mapping[str, object]] = {
+    "tiny-deepseek": {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "max_position_embeddings": 32768,
+        "dtype": "float32",
+    },
     "tiny-glm": {
         "model_type": "glm_moe_dsa",
         "num_hidden_layers": 3,
@@ -78,12 +91,31 @@ BUILTIN_CONFIGS: dict[str, Mapping[str, object]] = {
         "max_position_embeddings": 32768,
         "dtype": "float32",
     },
+    "tiny-glm-wide": {
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 3,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "index_head_dim": 128,
+        "indexer_types": ["full", "full", "shared"],
+        "max_position_embeddings": 32768,
+        "dtype": "float32",
+    },
     "tiny-llama": {
         "model_type": "llama",
         "num_hidden_layers": 2,
         "hidden_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "dtype": "float32",
+    },
+    "tiny-qwen": {
+        "model_type": "qwen3",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
         "max_position_embeddings": 32768,
         "dtype": "float32",
     },
@@ -242,6 +274,8 @@ def _compressed_regions(
     layers = _integer(config, "num_hidden_layers")
     types = indexer_types(config) if indexed else ("shared",) * layers
     width = _integer(config, "index_head_dim") if indexed else 0
+    if dtype == FP8_DS_MLA:
+        _require_fp8_widths(config, indexed=indexed)
     for layer, kind in enumerate(types):
         if dtype == FP8_DS_MLA:
             packed = _scaled(latent) + rope * ROPE_BYTES
@@ -254,6 +288,17 @@ def _compressed_regions(
             indexer = width * element
         if kind == "full":
             yield Region(layer=layer, kind="indexer", bytes_per_token=indexer)
+
+
+def _require_fp8_widths(config: Mapping[str, object], *, indexed: bool) -> None:
+    for field, width in FP8_WIDTHS.items():
+        if field == "index_head_dim" and not indexed:
+            continue
+        if config[field] != width:
+            raise ConfigError(
+                f"kv.dtype is {FP8_DS_MLA}, which is defined for {field} {width}; the model's is"
+                f" {config[field]}: use auto"
+            )
 
 
 def _scaled(elements: int) -> int:

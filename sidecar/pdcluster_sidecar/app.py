@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
+from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier, own_authorities
 from pdcluster_protocol.config import SidecarConfig
 from pdcluster_protocol.errors import PDClusterError, Unauthorized, WireError
 from pdcluster_sidecar.ranks import Ranks
@@ -31,7 +31,7 @@ def build_app(
     verifier: HttpVerifier,
 ) -> web.Application:
     """The application of one sidecar."""
-    guard = _Guard(verifier, metrics, interop=config.interop == "Allow")
+    guard = _Guard(config, verifier, metrics)
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -47,22 +47,18 @@ def build_app(
 class _Guard:
     """Checks signatures in front of every handler, and turns errors into answers."""
 
-    def __init__(self, verifier: HttpVerifier, metrics: Metrics, *, interop: bool) -> None:
+    def __init__(self, config: SidecarConfig, verifier: HttpVerifier, metrics: Metrics) -> None:
+        self._config = config
         self._verifier = verifier
         self._metrics = metrics
-        self._interop = interop
+        self._interop = config.interop == "Allow"
 
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check, handle, and answer an error in the words of the path."""
         ours = request.path.startswith(SIGNED_PREFIX)
         try:
             if ours or (request.path in registry.PATHS and not self._interop):
-                header = request.headers.get(HEADER)
-                # Without a header there is nothing to check a body against.
-                body = await request.read() if header else b""
-                request[control.SESSION] = self._verifier.verify(
-                    header, request.method, request.raw_path, body
-                )
+                request[control.SESSION] = await self._signed_by(request)
             return await handler(request)
         except Unauthorized as error:
             self._metrics.unauthorized.inc()
@@ -76,6 +72,19 @@ class _Guard:
             return _error(WireError(f"the body is not what its headers say: {error}"))
         except PDClusterError as error:
             return _error(error)
+
+    async def _signed_by(self, request: web.Request) -> str:
+        header = request.headers.get(HEADER)
+        # Without a header there is nothing to check a body against.
+        body = await request.read() if header else b""
+        config, sockname = self._config, request.get_extra_info("sockname")
+        return self._verifier.verify(
+            header,
+            request.method,
+            request.raw_path,
+            body,
+            authorities=own_authorities(config.host, config.http_port, sockname),
+        )
 
 
 def _error(error: PDClusterError) -> web.Response:

@@ -140,7 +140,7 @@ class SidecarClient:
 
     async def _greet(self, address: RankAddress, body: bytes) -> tuple[str, int, bytes, str | None]:
         # Each try is signed anew: a repeated counter would be a replay.
-        request = self._signer.sign("POST", HELLO_PATH, body)
+        request = self._signer.sign("POST", HELLO_PATH, body, authority=str(address))
         return request, *await self._call("POST", address, HELLO_PATH, body, request)
 
     async def _route(self, address: RankAddress, place: tuple[int, int, int, int]) -> bytes:

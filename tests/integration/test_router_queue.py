@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -27,7 +28,9 @@ async def complete(here: World, **fields: Any) -> tuple[int, dict[str, str], dic
 
 
 async def signed(here: World, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:
-    headers = {HEADER: here.signer.sign(method, path, body)}
+    headers = {
+        HEADER: here.signer.sign(method, path, body, authority=urlsplit(here.admin_url).netloc)
+    }
     async with (
         aiohttp.ClientSession() as session,
         session.request(method, here.admin_url + path, data=body, headers=headers) as response,

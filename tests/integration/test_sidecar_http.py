@@ -107,7 +107,8 @@ async def test_registry_paths_need_a_signature_that_the_answer_names(
 
 
 async def test_a_recorded_registration_cannot_be_sent_again(sidecar: SidecarProcess) -> None:
-    header = HttpSigner(RING, "recorded").sign("PUT", "/route", row())
+    authority = str(sidecar.http)
+    header = HttpSigner(RING, "recorded").sign("PUT", "/route", row(), authority=authority)
 
     assert 200 == (await sidecar.call("PUT", "/route", row(), header=header))[0]
     status, text = await sidecar.call("PUT", "/route", row(), header=header)

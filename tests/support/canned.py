@@ -21,7 +21,13 @@ import msgspec
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier, KeyRing
+from pdcluster_protocol.authentication import (
+    HEADER,
+    HttpSigner,
+    HttpVerifier,
+    KeyRing,
+    own_authorities,
+)
 from pdcluster_protocol.config import Member, RouterConfig
 from pdcluster_protocol.control_api import AbortRequest, LoadReport
 from pdcluster_protocol.errors import Unauthorized
@@ -150,7 +156,11 @@ class CannedWorker:
         body = await request.read()
         try:
             self._verifier.verify(
-                request.headers.get(HEADER), request.method, request.raw_path, body
+                request.headers.get(HEADER),
+                request.method,
+                request.raw_path,
+                body,
+                authorities=own_authorities(self.host, 0, request.get_extra_info("sockname")),
             )
         except Unauthorized as error:
             self.unauthorized.append(error.detail)

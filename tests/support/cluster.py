@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -182,8 +183,10 @@ class PairCluster:
     async def dump(self, role: Role) -> dict[str, Any]:
         """What the role's engine tells of itself; empty while its sidecar gets no answer."""
         target = "/pd/v1/dump"
-        headers = {HEADER: self._signer.sign("GET", target, b"")}
-        _, raw = await _exchange("GET", self.address(role, "sidecar") + target, headers=headers)
+        url = self.address(role, "sidecar")
+        authority = urlsplit(url).netloc
+        headers = {HEADER: self._signer.sign("GET", target, b"", authority=authority)}
+        _, raw = await _exchange("GET", url + target, headers=headers)
         ranks = json.loads(raw)["ranks"]
         return (ranks and ranks[0]["engine"]) or {}
 

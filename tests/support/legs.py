@@ -7,6 +7,7 @@ import json
 import random
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -47,7 +48,9 @@ class LegClient:
         raw = json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         if signed:
-            headers[HEADER] = self._signer.sign("POST", "/generate", raw)
+            headers[HEADER] = self._signer.sign(
+                "POST", "/generate", raw, authority=urlsplit(engine).netloc
+            )
         async with (
             aiohttp.ClientSession(timeout=TIMEOUT) as session,
             session.post(f"{engine}/generate", data=raw, headers=headers) as answer,

@@ -17,7 +17,7 @@ from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.rank_layout import rank_slice
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 
-MODELS = ("tiny-glm", "tiny-llama")
+MODELS = ("tiny-deepseek", "tiny-glm", "tiny-llama", "tiny-qwen")
 PAGE_COUNT = 96
 
 

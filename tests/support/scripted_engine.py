@@ -39,6 +39,8 @@ CONFIG = EngineConfig(
     served_name="tiny",
     max_context=256,
 )
+AUTHORITY = f"{CONFIG.host}:{CONFIG.http_port}"
+"""Its configured name, which every engine here takes beside the port that it really has."""
 RING = KeyRing({"k1": b"0123456789abcdef0123456789abcdef"})
 
 

@@ -239,7 +239,7 @@ class SidecarProcess:
         """One HTTP call, on a connection of its own."""
         headers = {}
         if signed:
-            header = self.signer.sign(method, target, body)
+            header = self.signer.sign(method, target, body, authority=str(self.http))
         if header is not None:
             headers[HEADER] = header
         url = URL(f"http://{self.http}{target}", encoded=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from pdcluster_protocol.authentication import HEADER, HttpVerifier, KeyRing
+from pdcluster_protocol.authentication import HEADER, HttpVerifier, KeyRing, own_authorities
 from pdcluster_protocol.config import EngineConfig
 from pdcluster_protocol.errors import InvalidRequest, Unauthorized
 from pdcluster_protocol.requests import LegFields
@@ -13,9 +13,10 @@ from pdcluster_protocol.requests import LegFields
 class Door:
     """Reads bodies and checks signatures for one server."""
 
-    __slots__ = ("_plain_peers_welcome", "_verifier")
+    __slots__ = ("_config", "_plain_peers_welcome", "_verifier")
 
     def __init__(self, config: EngineConfig, ring: KeyRing | None) -> None:
+        self._config = config
         self._plain_peers_welcome = config.interop == "Allow"
         self._verifier = None if ring is None else HttpVerifier(ring)
 
@@ -37,7 +38,14 @@ class Door:
         header = request.headers.get(HEADER)
         if header is None or self._verifier is None:
             return body, False
-        self._verifier.verify(header, request.method, request.raw_path, body)
+        config, sockname = self._config, request.get_extra_info("sockname")
+        self._verifier.verify(
+            header,
+            request.method,
+            request.raw_path,
+            body,
+            authorities=own_authorities(config.host, config.http_port, sockname),
+        )
         return body, True
 
     def require_leg(self, leg: LegFields | None, *, signed: bool) -> None:

@@ -156,6 +156,7 @@ class Surface:
                 "internal_states": [rank_load(config, load)],
                 "pd_instance": config.instance,
                 "pd_fingerprint": config.fingerprint,
+                "pd_faults": config.faults,
             }
         )
 

@@ -6,6 +6,7 @@
     probe     one token through the library's own cache tells the layout
     cache     the library's cache interface over pages
     shards    the rows of a region over the arenas of all ranks
+    packing   the packed rows of `fp8_ds_mla`
     runner    prefill chunks and decode steps
     shim      the only module that calls the library's forward
 

@@ -13,12 +13,19 @@ still multiplied (by zero), and a NaN there would spread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import msgspec
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from pdcluster_engine.model.packing import (
+    pack_indexer,
+    pack_latent,
+    unpack_indexer,
+    unpack_latent,
+)
 from pdcluster_engine.model.port import DecodeRow, Written
 from pdcluster_engine.model.shards import RegionRows
 
@@ -28,6 +35,13 @@ class LayerRegions(msgspec.Struct, frozen=True):
 
     keys: int
     values: int
+    indexer: int | None = None
+
+
+class PackedRegions(msgspec.Struct, frozen=True):
+    """Which regions belong to one model layer whose rows are packed (`packing`)."""
+
+    packed: int
     indexer: int | None = None
 
 
@@ -56,33 +70,25 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class PagedLayer(CacheLayerMixin):
-    """One model layer's rows; state is the arena's, so this holds none of its own."""
+    """One model layer's rows; state is the arenas', so this holds none of its own."""
 
     is_sliding = False
 
-    def __init__(self, cache: PagedCache, regions: LayerRegions) -> None:
+    def __init__(self, cache: PagedCache, *, indexer: int | None) -> None:
         super().__init__()
         self.is_initialized = True
         self._cache = cache
-        self._regions = regions
+        self._indexer = indexer
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the arena exists before the first forward."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `[B, heads, S, width]` and return all rows `[B, heads, T, width]`."""
-        keys = self._cache.store(self._regions.keys, key_states.transpose(1, 2))
-        values = self._cache.store(self._regions.values, value_states.transpose(1, 2))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        """Nothing to do: the arenas exist before the first forward."""
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Store `[B, S, width]` and return all rows `[B, T, width]`."""
-        if self._regions.indexer is None:
+        if self._indexer is None:
             message = "this layer showed no indexer keys when it was probed"
             raise RuntimeError(message)
-        return self._cache.store(self._regions.indexer, indexer_key_states.unsqueeze(2)).squeeze(2)
+        return self._cache.store(self._indexer, indexer_key_states.unsqueeze(2)).squeeze(2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.length + query_length, 0
@@ -94,13 +100,53 @@ class PagedLayer(CacheLayerMixin):
         return -1
 
 
+class PlainLayer(PagedLayer):
+    """Rows as the model makes them, in two regions."""
+
+    def __init__(self, cache: PagedCache, regions: LayerRegions) -> None:
+        super().__init__(cache, indexer=regions.indexer)
+        self._regions = regions
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store `[B, heads, S, width]` and return all rows `[B, heads, T, width]`."""
+        keys = self._cache.store(self._regions.keys, key_states.transpose(1, 2))
+        values = self._cache.store(self._regions.values, value_states.transpose(1, 2))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+
+class PackedLayer(PagedLayer):
+    """Packs what it stores and computes with what it reads back, also of the newest rows."""
+
+    def __init__(self, cache: PagedCache, regions: PackedRegions) -> None:
+        super().__init__(cache, indexer=regions.indexer)
+        self._packed = regions.packed
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store latents `[B, 1, S, 512]` and rope keys `[B, 1, S, 64]` and return all rows."""
+        rows = pack_latent(key_states, value_states)
+        stored = self._cache.store(self._packed, rows.transpose(1, 2))
+        return unpack_latent(stored.transpose(1, 2), key_states.dtype)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """See `PagedLayer.update_indexer`."""
+        stored = super().update_indexer(pack_indexer(indexer_key_states))
+        return unpack_indexer(stored, indexer_key_states.dtype)
+
+
 class PagedCache(Cache):
     """All layers over the regions; `plan` is set before each forward."""
 
     def __init__(
-        self, layers: Sequence[LayerRegions], regions: Sequence[RegionRows], page_size: int
+        self,
+        layers: Sequence[LayerRegions | PackedRegions],
+        regions: Sequence[RegionRows],
+        page_size: int,
     ) -> None:
-        super().__init__(layers=[PagedLayer(self, layer) for layer in layers])
+        super().__init__(layers=[self._layer(layer) for layer in layers])
         self._regions = list(regions)
         self._page_size = page_size
         self._device = self._regions[0].device
@@ -115,6 +161,15 @@ class PagedCache(Cache):
     def use(self, plan: Plan) -> None:
         """Make `plan` the one of the next forward."""
         self._plan = plan
+
+    def _layer(self, regions: LayerRegions | PackedRegions) -> PagedLayer:
+        match regions:
+            case LayerRegions():
+                return PlainLayer(self, regions)
+            case PackedRegions():
+                return PackedLayer(self, regions)
+            case _:
+                assert_never(regions)
 
     def store(self, region: int, states: torch.Tensor) -> torch.Tensor:
         """Put rows `[B, S, heads, width]` into a region; return all rows `[B, T, heads, width]`."""

@@ -1,6 +1,6 @@
 """A source becomes a model that can be served, or a refusal that says what to do.
 
-Sources: `builtin://tiny-glm`, `builtin://tiny-llama`, `file:///folder` (a Hugging Face folder with
+Sources: `builtin://NAME` (`builtin.BUILTIN`) and `file:///folder` (a Hugging Face folder with
 `config.json`, `*.safetensors` and `tokenizer.json`). Nothing is looked up on a network, no code of
 a folder is run, no pickle is read.
 """
@@ -22,14 +22,14 @@ from transformers.utils import logging as library_logging
 
 from pdcluster_engine.memory.device import require_device
 from pdcluster_engine.model.builtin import BUILTIN, byte_codec
-from pdcluster_engine.model.probe import probe
+from pdcluster_engine.model.probe import packed, probe
 from pdcluster_engine.model.runner import DecodeMode, TransformersRunner
 from pdcluster_engine.model.shim import require_pinned_version
 from pdcluster_engine.text import TextCodec, TextConfig
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.layout import KVLayout
+from pdcluster_protocol.sizing import FP8_DS_MLA, NATIVE_CACHE_DTYPES
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
 _STATEFUL_ROPES = ("dynamic",)
 """They remember the longest sequence so far, so one request would change the next one's logits."""
@@ -56,14 +56,16 @@ def load_runner(
 ) -> LoadedModel:
     """Load, probe and wrap a model; the first computation of the process happens here.
 
-    `dtype` "auto" is the checkpoint's own, float32 for builtin models. Weights are read, or drawn,
-    in host memory and then moved to `device`, so they are the same on every device.
+    `dtype` is the cache's: "auto" is the checkpoint's own, float32 for builtin models; a plain type
+    is also that of the weights, since the model makes the rows; with `fp8_ds_mla` the weights keep
+    the checkpoint's type and rows are packed when they are stored. Weights are read, or drawn, in
+    host memory and then moved to `device`, so they are the same on every device.
 
     Raises:
         ConfigError: naming the field, its value and the remedy.
     """
     require_pinned_version()
-    _require_one_of("dtype", dtype, DTYPES)
+    _require_one_of("dtype", dtype, NATIVE_CACHE_DTYPES)
     _require_one_of("mode", mode, tuple(DecodeMode))
     if threads < 1:
         raise ConfigError(f"threads is {threads}; it must be at least 1")
@@ -74,12 +76,15 @@ def load_runner(
     # Standard error is one JSON object a line; what matters of a load is raised or summarized.
     library_logging.disable_progress_bar()
     library_logging.set_verbosity_error()
-    model, codec = _load(source, dtype=dtype)
+    packs = dtype == FP8_DS_MLA
+    model, codec = _load(source, dtype="auto" if packs else dtype)
     _move(model, place)
     model.eval()
     config = model.config.get_text_config(decoder=True)
     _require_stateless_rope(config)
     probed = probe(model, page_size=page_size)
+    if packs:
+        probed = packed(probed)
     runner = TransformersRunner(
         model,
         probed,
@@ -248,6 +253,7 @@ def _summary(model: PreTrainedModel, *, source: str, runner: TransformersRunner)
         "source": source,
         "model_type": str(config.model_type),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": runner.layout.dtype,
         "attention": str(config._attn_implementation),  # noqa: SLF001  Has no public name.
         "experts": str(getattr(config, "_experts_implementation", None)),
         "mode": str(runner.mode),

@@ -15,20 +15,23 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer
 
-from pdcluster_engine.model.cache import LayerRegions
+from pdcluster_engine.model.cache import LayerRegions, PackedRegions
+from pdcluster_engine.model.packing import packed_bytes, require_packable
 from pdcluster_engine.model.shim import forward_one
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.layout import KVLayout, Region
+from pdcluster_protocol.sizing import FP8_DS_MLA
 
 
 class Probed(msgspec.Struct, frozen=True):
     """The layout of a model's cache, and how the engine's tensors map to it."""
 
     layout: KVLayout
-    layers: tuple[LayerRegions, ...]
-    row_shapes: tuple[tuple[int, int], ...]
-    """(heads, width) of one row of each region."""
+    layers: tuple[LayerRegions | PackedRegions, ...]
+    widths: tuple[int, ...]
+    """Elements that a row of each region has for each of its heads."""
     dtype: torch.dtype
+    """Of an element; bytes where rows are packed."""
 
 
 def probe(model: PreTrainedModel, *, page_size: int) -> Probed:
@@ -45,7 +48,7 @@ def probe(model: PreTrainedModel, *, page_size: int) -> Probed:
     _require_per_token_layers(cache.layers)
     compressed = getattr(config, "kv_lora_rank", None) is not None
     regions: list[Region] = []
-    shapes: list[tuple[int, int]] = []
+    widths: list[int] = []
     layers: list[LayerRegions] = []
     dtypes: set[torch.dtype] = set()
     for index, layer in enumerate(cache.layers):
@@ -54,7 +57,7 @@ def probe(model: PreTrainedModel, *, page_size: int) -> Probed:
             heads, width = int(rows.shape[1]), int(rows.shape[3])
             nbytes = heads * width * int(rows.element_size())
             regions.append(Region(layer=index, kind=kind, bytes_per_token=nbytes, heads=heads))
-            shapes.append((heads, width))
+            widths.append(width)
             dtypes.add(rows.dtype)
         indexer = first + 2 if len(regions) - first == 3 else None
         layers.append(LayerRegions(keys=first, values=first + 1, indexer=indexer))
@@ -64,7 +67,34 @@ def probe(model: PreTrainedModel, *, page_size: int) -> Probed:
     dtype = dtypes.pop()
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout(page_size=page_size, dtype=name, regions=tuple(regions))
-    return Probed(layout=layout, layers=tuple(layers), row_shapes=tuple(shapes), dtype=dtype)
+    return Probed(layout=layout, layers=tuple(layers), widths=tuple(widths), dtype=dtype)
+
+
+def packed(plain: Probed) -> Probed:
+    """The same cache with the rows of `fp8_ds_mla`: one region for latent and rope key.
+
+    Raises:
+        ConfigError: naming the kind of rows that cannot be packed.
+    """
+    for region, width in zip(plain.layout.regions, plain.widths, strict=True):
+        require_packable(region.kind, heads=region.heads, width=width)
+    kinds = {"latent": "packed", "indexer": "indexer"}
+    regions = tuple(
+        Region(region.layer, kinds[region.kind], packed_bytes(kinds[region.kind]))
+        for region in plain.layout.regions
+        if region.kind in kinds
+    )
+    places = {(region.layer, region.kind): index for index, region in enumerate(regions)}
+    layers = tuple(
+        PackedRegions(places[layer, "packed"], places.get((layer, "indexer")))
+        for layer in range(len(plain.layers))
+    )
+    return Probed(
+        layout=msgspec.structs.replace(plain.layout, dtype=FP8_DS_MLA, regions=regions),
+        layers=layers,
+        widths=tuple(region.bytes_per_token for region in regions),
+        dtype=torch.uint8,
+    )
 
 
 def _rows_of(

@@ -56,7 +56,7 @@ class TransformersRunner:
             self.layout,
             placements,
             page_count,
-            widths=[width for _, width in self._probed.row_shapes],
+            widths=self._probed.widths,
             dtype=self._probed.dtype,
         )
         self._cache = PagedCache(self._probed.layers, regions, self.layout.page_size)

@@ -1,28 +1,22 @@
 """A transport that lies: it wraps another one and injects seeded faults into its writes.
 
-Which write gets which fault depends on the seed and the order of submission only. The faults:
+Which write gets which fault depends on the plan's seed and the order of submission only; the faults
+are those of `fault_plan.Fault`. Digest requests are never touched, so the one who verifies is
+honest. `Died` and `Fenced` of the inner transport end what is held back as well: a fence is a fence
+here too.
 
-    Drop             the write is not sent and never answered
-    Delay            the answer is held back
-    Reorder          the answer is held until the next write's answer has been told
-    EarlyCompletion  the answer says ok before the write is sent
-    LateWrite        the source is sent a second time after its answer, whatever it holds by then
-    FlippedByte      the answer is ok with the right digest, but one landed byte is wrong
-    ErrorThenWrite   the answer says failed, and then the write is sent
-
-`Died` and `Fenced` of the inner transport end what is held back as well: a fence is a fence here
-too. Digest requests are never touched.
+One lie is missing on purpose: a write that was answered `ok`, landed, and lands again at some later
+time. Whoever has verified the bytes by then reads them, and no control plane can know. The port
+says that `ok` is the last byte (see `port.Completed`), and this is what it is relied on for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import random
 import select
 import time
-from collections.abc import Mapping
-from enum import StrEnum
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -42,35 +36,10 @@ from pdcluster_engine.transport.port import (
     succeeded,
 )
 from pdcluster_protocol.errors import TransportError
+from pdcluster_protocol.fault_plan import Fault, FaultPlan
 
 HIDDEN_BASE = 1 << 62
 """Operations of our own start here; the owner's numbers must stay below."""
-
-
-class Fault(StrEnum):
-    """See the module."""
-
-    DROP = "Drop"
-    DELAY = "Delay"
-    REORDER = "Reorder"
-    EARLY_COMPLETION = "EarlyCompletion"
-    LATE_WRITE = "LateWrite"
-    FLIPPED_BYTE = "FlippedByte"
-    ERROR_THEN_WRITE = "ErrorThenWrite"
-
-
-class FaultPlan(msgspec.Struct, frozen=True):
-    """How often each fault happens to a write; the shares add up to 1 at most."""
-
-    seed: int
-    shares: Mapping[Fault, float]
-    late_seconds: float = 0.05
-    """How long what is late is late."""
-
-    def __post_init__(self) -> None:
-        total = sum(self.shares.values())
-        if not 0 <= total <= 1:
-            raise ValueError(f"shares of faults add up to {total}; at most 1")
 
 
 class Injected(NamedTuple):
@@ -86,31 +55,46 @@ class _Held(NamedTuple):
     what: Completed | WriteRequest
 
 
+class _Lie(NamedTuple):
+    fault: Fault
+    request: WriteRequest
+
+
 class FaultyTransport:
     """`port.Transport` around another one; it owns the inner transport from now on."""
 
     def __init__(
-        self, inner: Transport, plan: FaultPlan, *, arena_fd: int, arena_nbytes: int
+        self,
+        inner: Transport,
+        plan: FaultPlan,
+        *,
+        arena_fd: int,
+        arena_nbytes: int,
+        told: Callable[[Injected], None] = lambda _: None,
+        renewed: Callable[[], FaultPlan | None] = lambda: None,
     ) -> None:
-        """`arena_fd` is the inner transport's arena; it is only read."""
+        """`arena_fd` is the inner transport's arena, and only read.
+
+        `told` hears of every fault; `renewed` is asked before every write for a new plan.
+        """
         self._inner = inner
-        self._plan = plan
-        self._random = random.Random(plan.seed)  # noqa: S311 - a seed must replay, not be secret
+        self._told = told
+        self._renewed = renewed
         self._map = mmap.mmap(arena_fd, arena_nbytes, prot=mmap.PROT_READ)
         self._epoll = select.epoll()
         self._timer = Timer()
         self._epoll.register(self._timer.fileno(), select.EPOLLIN)
         self._epoll.register(inner.fileno(), select.EPOLLIN)
-        self._faults: dict[int, tuple[Fault, WriteRequest]] = {}
+        self._lies: dict[int, _Lie] = {}
+        """By operation: what is to be said and done when the inner transport has answered."""
         self._held: list[_Held] = []
-        self._behind: list[Completed] = []
-        """Answers that wait for the next one."""
-        self._flips: dict[int, Completed] = {}
-        """Answers that wait until our wrong byte has landed, by the operation that writes it."""
+        self._behind: list[WriteRequest] = []
+        """Writes that wait for the next one."""
+        self._answers: dict[int, list[Completed]] = {}
+        """Answers that wait until a write of our own has landed, by its operation."""
         self._hidden = HIDDEN_BASE
         self._closed = False
-        self.injected: list[Injected] = []
-        """Every fault so far, in order of submission."""
+        self._follow(plan)
 
     def start(self) -> None:
         """See `port.Transport`."""
@@ -122,24 +106,18 @@ class FaultyTransport:
 
     def submit(self, request: Request) -> None:
         """See `port.Transport`."""
-        fault = self._choose() if isinstance(request, WriteRequest) else None
-        if fault is None or not isinstance(request, WriteRequest):
+        if not isinstance(request, WriteRequest):
             self._inner.submit(request)
             return
-        self.injected.append(Injected(request.operation, fault))
-        match fault:
-            case Fault.DROP:
-                pass
-            case Fault.EARLY_COMPLETION:
-                digest = self._digest(request) if request.digest else 0
-                self._hold(succeeded(request.operation, digest), late=False)
-                self._hold(self._hide(request), late=True)
-            case Fault.ERROR_THEN_WRITE:
-                self._hold(failed(request.operation, "a fault was injected"), late=False)
-                self._hold(self._hide(request), late=True)
-            case Fault.DELAY | Fault.REORDER | Fault.LATE_WRITE | Fault.FLIPPED_BYTE:
-                self._faults[request.operation] = (fault, request)
-                self._inner.submit(request)
+        fault = self._choose()
+        behind, self._behind = self._behind, []
+        if fault is None:
+            self._inner.submit(request)
+        else:
+            self._told(Injected(request.operation, fault))
+            self._lie(fault, request)
+        for late in behind:
+            self._submit_held(late)
 
     def fence(self) -> None:
         """See `port.Transport`."""
@@ -174,7 +152,15 @@ class FaultyTransport:
         self._epoll.close()
         self._map.close()
 
+    def _follow(self, plan: FaultPlan) -> None:
+        """Choose by this plan from now on; what is under way keeps its fault."""
+        self._plan = plan
+        self._random = random.Random(plan.seed)  # noqa: S311 - a seed must replay, not be secret
+
     def _choose(self) -> Fault | None:
+        plan = self._renewed()
+        if plan is not None:
+            self._follow(plan)
         throw = self._random.random()
         for fault, share in sorted(self._plan.shares.items()):
             if throw < share:
@@ -182,49 +168,79 @@ class FaultyTransport:
             throw -= share
         return None
 
+    def _lie(self, fault: Fault, request: WriteRequest) -> None:
+        """What happens instead of the write."""
+        match fault:
+            case Fault.DROP:
+                pass
+            case Fault.EARLY_COMPLETION:
+                self._hold(self._praised(request), late=False)
+                self._hold(self._hide(request), late=True)
+            case Fault.ERROR_THEN_WRITE:
+                self._hold(failed(request.operation, "a fault was injected"), late=False)
+                self._hold(self._hide(request), late=True)
+            case Fault.LATE_WRITE:
+                self._hold(request, late=True)
+            case Fault.REORDER:
+                self._behind.append(request)
+                # Should no other write come, this one is only late.
+                self._hold(request, late=True)
+            case Fault.TRUNCATED_RUN:
+                self._lies[request.operation] = _Lie(fault, request)
+                self._inner.submit(_first_half(request))
+            case Fault.DELAY | Fault.DUPLICATE | Fault.FLIPPED_BYTE:
+                self._lies[request.operation] = _Lie(fault, request)
+                self._inner.submit(request)
+
     def _answered(self, event: Completed) -> list[Completed]:
         """The inner transport's answer, or what the owner shall believe instead."""
         if event.operation >= HIDDEN_BASE:
-            waiting = self._flips.pop(event.operation, None)
-            return [] if waiting is None else [waiting]
-        fault, request = self._faults.pop(event.operation, (None, None))
-        behind = self._behind
-        self._behind = []
-        self._held = [held for held in self._held if held.what not in behind]
-        match fault:
-            case Fault.REORDER:
-                self._behind = [event]
-                # Should no other answer come, this one is only late.
-                self._hold(event, late=True)
-                return behind
+            return self._answers.pop(event.operation, [])
+        lie = self._lies.pop(event.operation, None)
+        if lie is None or not event.ok:
+            return [event]
+        match lie.fault:
             case Fault.DELAY:
                 self._hold(event, late=True)
-                return behind
-            case Fault.LATE_WRITE if request is not None:
-                self._hold(self._hide(request), late=True)
-            case Fault.FLIPPED_BYTE if request is not None and event.ok:
-                self._flip(request, event)
-                return behind
+            case Fault.DUPLICATE:
+                self._write_first(self._hide(lie.request), [event, event])
+            case Fault.FLIPPED_BYTE:
+                self._write_first(self._wrong_byte(lie.request), [event])
+            case Fault.TRUNCATED_RUN:
+                return [self._praised(lie.request)]
             case _:
-                pass
-        return [event, *behind]
+                return [event]
+        return []
 
-    def _flip(self, request: WriteRequest, answer: Completed) -> None:
-        """Overwrite one landed byte by a byte of the arena that differs from it."""
+    def _write_first(self, request: WriteRequest, answers: list[Completed]) -> None:
+        """Say `answers` only when a write of our own has landed, so that nothing comes later."""
+        self._answers[request.operation] = answers
+        self._inner.submit(request)
+
+    def _wrong_byte(self, request: WriteRequest) -> WriteRequest:
+        """A write of one byte of the arena that differs from the one that has just landed."""
         position = self._random.randrange(request.source.total_nbytes)
         right = self._map[request.source.place(position)]
         wrong = next((i for i in range(len(self._map)) if self._map[i] != right), None)
         if wrong is None:
             raise ValueError("no byte of the arena differs, so none can be flipped")
-        byte = msgspec.structs.replace(
+        return msgspec.structs.replace(
             self._hide(request),
             source_offset=wrong,
             destination_address=request.destination.place(position),
             nbytes=1,
             pieces=1,
         )
-        self._flips[byte.operation] = answer
-        self._inner.submit(byte)
+
+    def _praised(self, request: WriteRequest) -> Completed:
+        """The answer that says all of it has landed."""
+        digest, source = 0, request.source
+        if request.digest:
+            with memoryview(self._map) as arena:
+                digest = HostWindow(arena).digest(
+                    source.offset, source.nbytes, pieces=source.count, stride=source.stride
+                )
+        return succeeded(request.operation, digest)
 
     def _hide(self, request: WriteRequest) -> WriteRequest:
         self._hidden += 1
@@ -239,30 +255,32 @@ class FaultyTransport:
         now = time.monotonic()
         due = [held.what for held in self._held if held.at <= now]
         self._held = [held for held in self._held if held.at > now]
-        answers: list[Completed] = []
         for what in due:
-            match what:
-                case WriteRequest():
-                    # A transport that has ended takes no late write, which is right.
-                    with contextlib.suppress(TransportError):
-                        self._inner.submit(what)
-                case Completed():
-                    answers.append(what)
-        self._behind = [event for event in self._behind if event not in answers]
-        return answers
+            if isinstance(what, WriteRequest):
+                self._submit_held(what)
+        return [what for what in due if isinstance(what, Completed)]
+
+    def _submit_held(self, request: WriteRequest) -> None:
+        self._behind = [other for other in self._behind if other is not request]
+        self._held = [held for held in self._held if held.what is not request]
+        try:
+            self._inner.submit(request)
+        except TransportError as error:
+            if request.operation < HIDDEN_BASE:
+                self._hold(failed(request.operation, error.detail), late=False)
 
     def _next_at(self) -> float | None:
         return min((held.at for held in self._held), default=None)
 
     def _forget(self) -> None:
-        self._faults.clear()
+        self._lies.clear()
         self._held.clear()
         self._behind.clear()
-        self._flips.clear()
+        self._answers.clear()
 
-    def _digest(self, request: WriteRequest) -> int:
-        source = request.source
-        with memoryview(self._map) as arena:
-            return HostWindow(arena).digest(
-                source.offset, source.nbytes, pieces=source.count, stride=source.stride
-            )
+
+def _first_half(request: WriteRequest) -> WriteRequest:
+    """At least one byte less, unless there is only one."""
+    if request.pieces > 1:
+        return msgspec.structs.replace(request, pieces=request.pieces // 2, digest=False)
+    return msgspec.structs.replace(request, nbytes=max(1, request.nbytes // 2), digest=False)

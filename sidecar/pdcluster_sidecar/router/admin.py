@@ -12,7 +12,8 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
-from pdcluster_protocol.authentication import HEADER, HttpVerifier
+from pdcluster_protocol.authentication import HEADER, HttpVerifier, own_authorities
+from pdcluster_protocol.config import RouterConfig
 from pdcluster_protocol.errors import InvalidRequest, NotReady, PDClusterError, Reason
 from pdcluster_sidecar.router.canary import CanaryAnswer, CanaryRequest
 from pdcluster_sidecar.router.members import Members
@@ -32,8 +33,14 @@ class Admin:
     """The admin application."""
 
     def __init__(
-        self, members: Members, metrics: Metrics, verifier: HttpVerifier, run_canary: RunCanary
+        self,
+        config: RouterConfig,
+        members: Members,
+        metrics: Metrics,
+        verifier: HttpVerifier,
+        run_canary: RunCanary,
     ) -> None:
+        self._config = config
         self._members = members
         self._metrics = metrics
         self._verifier = verifier
@@ -61,10 +68,7 @@ class Admin:
     ) -> web.StreamResponse:
         try:
             if request.path not in OPEN:
-                body = await request.read()
-                self._verifier.verify(
-                    request.headers.get(HEADER), request.method, request.raw_path, body
-                )
+                await self._require_signed(request)
             return await handler(request)
         except web.RequestPayloadError as error:
             message = f"the body is not what its headers say: {error}"
@@ -75,6 +79,16 @@ class Admin:
             reason = Reason.TOO_LARGE if error.status == 413 else Reason.UNSUPPORTED
             message = f"{request.method} {request.path[:200]}: {error.reason}"
             return _failed(Failure(status=error.status, reason=reason, message=message))
+
+    async def _require_signed(self, request: web.Request) -> None:
+        config, sockname = self._config, request.get_extra_info("sockname")
+        self._verifier.verify(
+            request.headers.get(HEADER),
+            request.method,
+            request.raw_path,
+            await request.read(),
+            authorities=own_authorities(config.host, config.admin_port, sockname),
+        )
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(text="OK")

@@ -88,7 +88,11 @@ class Router:
         limits = ServeLimits(body_bytes_max=config.body_bytes_max)
         self._server = Server(routes.handle, limits, now=loop.time)
         self._admin = Admin(
-            self._members, self._metrics, HttpVerifier(ring), Canary(config, self._shared).run
+            config,
+            self._members,
+            self._metrics,
+            HttpVerifier(ring),
+            Canary(config, self._shared).run,
         )
         self._reported = asyncio.Event()
         self._listener: asyncio.Server | None = None

@@ -123,7 +123,7 @@ class SidecarCalls:
         bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[str, bytes, str | None]:
         """Our signature, the body of the answer, its signature; anything but 200 is an error."""
-        signature = self._signer.sign(method, target, body)
+        signature = self._signer.sign(method, target, body, authority=str(address))
         url = URL(f"http://{address}{target}", encoded=True)
         headers = {"content-type": "application/json", HEADER: signature}
         try:

@@ -21,6 +21,7 @@ from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import Key, RankAddress, Role
 from pdcluster_protocol.topology import Parallelism
 from support.scripted_engine import (
+    AUTHORITY,
     CONFIG,
     RING,
     WAIT_SECONDS,
@@ -54,7 +55,10 @@ def answering() -> ScriptedEngine:
 
 def signed(path: str, body: bytes, ring: KeyRing = RING) -> dict[str, str]:
     signer = HttpSigner(ring, f"session-{next(SESSIONS)}")
-    return {HEADER: signer.sign("POST", path, body), "Content-Type": "application/json"}
+    return {
+        HEADER: signer.sign("POST", path, body, authority=AUTHORITY),
+        "Content-Type": "application/json",
+    }
 
 
 async def post(

@@ -17,6 +17,7 @@ from pdcluster_engine.http.tokens import TokenNames, vocabulary_bytes
 from pdcluster_protocol.authentication import HEADER, HttpSigner
 from pdcluster_protocol.errors import ConfigError, Reason
 from support.scripted_engine import (
+    AUTHORITY,
     CODEC,
     RING,
     WAIT_SECONDS,
@@ -43,7 +44,9 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[aiohttp.ClientSession]
 
 async def abort(client: aiohttp.ClientSession, *, signed: bool = True, **fields: object) -> int:
     body = json.dumps(fields).encode()
-    headers = {HEADER: SIGNER.sign("POST", "/abort_request", body)} if signed else {}
+    headers = (
+        {HEADER: SIGNER.sign("POST", "/abort_request", body, authority=AUTHORITY)} if signed else {}
+    )
     async with client.post("/abort_request", data=body, headers=headers) as answer:
         return answer.status
 

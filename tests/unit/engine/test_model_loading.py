@@ -77,7 +77,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def test_builtin_models_say_what_the_engine_must_know() -> None:
-    glm, llama = (load(f"builtin://{name}") for name in MODELS)
+    deepseek, glm, llama, qwen = (load(f"builtin://{name}") for name in MODELS)
     assert "float32" == glm.layout.dtype
     assert [
         *(
@@ -93,7 +93,9 @@ def test_builtin_models_say_what_the_engine_must_know() -> None:
     ] == [region.name for region in glm.layout.regions]
     assert ["0.key", "0.value", "1.key", "1.value"] == [r.name for r in llama.layout.regions]
     assert {2} == {region.heads for region in llama.layout.regions}
-    for loaded in (glm, llama):
+    assert {4} == {region.heads for region in qwen.layout.regions}
+    assert {"latent", "rope"} == {region.kind for region in deepseek.layout.regions}
+    for loaded in (deepseek, glm, llama, qwen):
         runner: ModelRunner = loaded.runner
         assert runner.layout == loaded.layout
         assert loaded.tokenizer.vocab_size == loaded.runner.vocab_size
@@ -197,7 +199,7 @@ def test_a_template_file_and_special_tokens_of_a_folder_are_used(llama: Path) ->
     [
         (
             "builtin://gpt",
-            "builtin://gpt is unknown; there are builtin://tiny-glm, builtin://tiny-",
+            "builtin://gpt is unknown; there are builtin://tiny-deepseek, builtin://tiny-",
         ),
         ("meta-llama/Llama-3", "must begin with builtin:// or file:///"),
         ("file://models/llama", "has three slashes"),

@@ -14,7 +14,7 @@ import xxhash
 from pdcluster_engine.memory.device import TensorWindow
 from pdcluster_engine.memory.pieces import Pieces
 from pdcluster_engine.memory.window import HostWindow
-from pdcluster_engine.transport.faulty import Fault, FaultPlan, FaultyTransport
+from pdcluster_engine.transport.faulty import FaultyTransport
 from pdcluster_engine.transport.local import LocalTransport
 from pdcluster_engine.transport.port import (
     PIECES_MAX,
@@ -26,6 +26,7 @@ from pdcluster_engine.transport.port import (
 )
 from pdcluster_engine.transport.requests import PIECE_BYTES_MIN, Outstanding
 from pdcluster_protocol.errors import TransportError
+from pdcluster_protocol.fault_plan import Fault, FaultPlan
 from support.arenas import Side, memfd
 
 NBYTES = 1 << 20

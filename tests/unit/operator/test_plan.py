@@ -122,6 +122,13 @@ def test_the_flags_for_tests_reach_the_engines_of_their_role_only() -> None:
     assert [(None, False), (5, True)] == seen
 
 
+def test_faults_reach_the_engines_of_their_role_only_and_not_the_fingerprint() -> None:
+    plan = planned(prefill={"args": ["--faults=seed=7,FlippedByte=0.05"]})
+
+    assert ["seed=7,FlippedByte=0.05", ""] == [e.faults for pod in plan.pods for e in pod.engines]
+    assert planned().fingerprint == plan.fingerprint
+
+
 def test_limits_are_those_of_the_cluster_and_each_router_takes_its_share() -> None:
     plan = planned(router={"replicas": 3, "maxInFlight": 100, "maxQueued": 10})
 
@@ -150,6 +157,7 @@ def test_zero_replicas_on_both_sides_is_a_suspended_plan() -> None:
         ("spec.decode.nodes is 2", {"decode": {"nodes": 2}}),
         ("spec.kv.allocation is PrefillComplete", {"kv": {"allocation": "PrefillComplete"}}),
         ("spec.kv.checksum is Sampled", {"kv": {"checksum": "Sampled"}}),
+        ("spec.kv.dtype is fp8_e5m2; engine native knows auto", {"kv": {"dtype": "fp8_e5m2"}}),
         ("spec.prefill.parallel has tp 2, dp 1", {"prefill": {"parallel": {"tp": 2}}}),
         ("spec.decode.parallel has tp 1, dp 1, pp 2", {"decode": {"parallel": {"pp": 2}}}),
         ("spec.security.apiKeysSecret is keys", {"security": {"apiKeysSecret": "keys"}}),
@@ -193,6 +201,8 @@ def test_what_is_not_built_is_refused_by_name(expected: str, sections: dict[str,
         ("--scatter-seed is '0'", ["--scatter-seed=0"]),
         ("--device is 'gpu'; it is cpu, cuda or cuda:N", ["--device=gpu"]),
         ("--device is 'cuda:-1'", ["--device", "cuda:-1"]),
+        ("--faults has no seed", ["--faults=Drop=0.1"]),
+        ("--faults: 'Dorp' is no fault", ["--faults", "seed=1,Dorp=0.1"]),
     ],
 )
 def test_wrong_native_flags_are_refused_by_name(expected: str, args: list[str]) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -159,7 +160,9 @@ def test_a_canary_goes_through_every_pair_and_is_signed(
 
     assert [("local-prefill-0", "local-decode-0")] == [pair[:2] for pair in seen]
     method, target, body, header = router.asked[-1]
-    HttpVerifier(KeyRing({"local-1": KEY})).verify(header, method, target, body)
+    HttpVerifier(KeyRing({"local-1": KEY})).verify(
+        header, method, target, body, authorities=(urlsplit(router.url).netloc,)
+    )
     assert {"prefill": "local-prefill-0", "decode": "local-decode-0"} == msgspec.json.decode(body)
 
 

@@ -60,7 +60,7 @@ def test_size_takes_stated_pages(tmp_path: Path, capsys: pytest.CaptureFixture[s
     [
         ("model folder", "file://nowhere"),
         ("has no readable config.json", "file://."),
-        ("there are builtin://tiny-glm, builtin://tiny-llama", "builtin://tiny"),
+        ("there are builtin://tiny-deepseek, builtin://tiny-glm,", "builtin://tiny"),
         ("its config.json is not on this machine", "hf://a/b"),
     ],
 )

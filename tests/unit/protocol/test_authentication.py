@@ -11,11 +11,13 @@ from pdcluster_protocol.authentication import (
     HttpVerifier,
     KeyRing,
     Stamp,
+    own_authorities,
 )
 from pdcluster_protocol.errors import ConfigError, Unauthorized
 
 OLD = KeyRing({"2026-01": b"o" * 32})
 BOTH = KeyRing({"2026-01": b"o" * 32, "2026-02": b"n" * 32})
+HERE = "127.64.0.1:8998"
 
 
 def test_an_empty_ring_is_refused() -> None:
@@ -42,24 +44,26 @@ def test_a_ring_does_not_show_its_keys() -> None:
 
 
 def test_a_signed_request_names_its_session() -> None:
-    header = HttpSigner(OLD, "s-1").sign("POST", "/pd/v1/hello?a=1", b"{}")
+    header = HttpSigner(OLD, "s-1").sign("POST", "/pd/v1/hello?a=1", b"{}", authority=HERE)
 
-    assert "s-1" == HttpVerifier(BOTH).verify(header, "POST", "/pd/v1/hello?a=1", b"{}")
+    assert "s-1" == HttpVerifier(BOTH).verify(
+        header, "POST", "/pd/v1/hello?a=1", b"{}", authorities=[HERE]
+    )
 
 
 def test_both_keys_are_valid_during_a_rotation() -> None:
     verifier = HttpVerifier(BOTH)
 
     for number, ring in enumerate((OLD, BOTH)):
-        header = HttpSigner(ring, f"s-{number}").sign("GET", "/", b"")
-        assert f"s-{number}" == verifier.verify(header, "GET", "/", b"")
+        header = HttpSigner(ring, f"s-{number}").sign("GET", "/", b"", authority=HERE)
+        assert f"s-{number}" == verifier.verify(header, "GET", "/", b"", authorities=[HERE])
 
 
 def test_an_unknown_key_id_is_named() -> None:
-    header = HttpSigner(BOTH, "s").sign("GET", "/", b"")
+    header = HttpSigner(BOTH, "s").sign("GET", "/", b"", authority=HERE)
 
     with pytest.raises(Unauthorized, match="2026-02"):
-        HttpVerifier(OLD).verify(header, "GET", "/", b"")
+        HttpVerifier(OLD).verify(header, "GET", "/", b"", authorities=[HERE])
 
 
 @pytest.mark.parametrize(
@@ -67,10 +71,10 @@ def test_an_unknown_key_id_is_named() -> None:
     [("GET", "/a", b"x"), ("POST", "/a?b", b"x"), ("POST", "/a", b"y"), ("POST", "/", b"ax")],
 )
 def test_a_changed_request_is_refused(method: str, target: str, body: bytes) -> None:
-    header = HttpSigner(OLD, "s").sign("POST", "/a", b"x")
+    header = HttpSigner(OLD, "s").sign("POST", "/a", b"x", authority=HERE)
 
     with pytest.raises(Unauthorized, match="MAC is wrong"):
-        HttpVerifier(OLD).verify(header, method, target, body)
+        HttpVerifier(OLD).verify(header, method, target, body, authorities=[HERE])
 
 
 @pytest.mark.parametrize(
@@ -78,65 +82,103 @@ def test_a_changed_request_is_refused(method: str, target: str, body: bytes) -> 
     [
         (None, "missing"),
         ("", "missing"),
-        ("nonsense", "version;key-id"),
+        ("nonsense", "version 'nonsense'"),
         ("x" * 5000, "version;key-id"),
-        ("2;k;s;1;" + "0" * 64, "version '2'"),
-        ("1;k;s;-1;" + "0" * 64, "counter '-1'"),
-        ("1;k;s;0;" + "0" * 64, "counter 0"),
-        ("1;k;s;9999999999999999999;" + "0" * 64, "out of range"),
-        ("1;k;s;1;zz", "mac 'zz'"),
-        ("1;k;;1;" + "0" * 64, "session ''"),
-        ("1;k;s;1;" + "0" * 64 + ";more", "version;key-id"),
-        ("1;2026-01;s;1;" + "0" * 64, "MAC is wrong"),
+        ("1;k;s;1;" + "0" * 64, "version '1' is unknown; send 2"),
+        ("2;k;s;-1;h:1;" + "0" * 64, "counter '-1'"),
+        ("2;k;s;0;h:1;" + "0" * 64, "counter 0"),
+        ("2;k;s;9999999999999999999;h:1;" + "0" * 64, "out of range"),
+        ("2;k;s;1;h:1;zz", "mac 'zz'"),
+        ("2;k;;1;h:1;" + "0" * 64, "session ''"),
+        ("2;k;s;1;;" + "0" * 64, "authority ''"),
+        ("2;k;s;1;" + "0" * 64, "version;key-id"),
+        ("2;k;s;1;h:1;" + "0" * 64 + ";more", "version;key-id"),
+        ("2;2026-01;s;1;h:1;" + "0" * 64, "MAC is wrong"),
     ],
 )
 def test_a_bad_header_is_refused_by_what_is_wrong(header: str | None, what: str) -> None:
     with pytest.raises(Unauthorized, match=what):
-        HttpVerifier(OLD).verify(header, "GET", "/", b"")
+        HttpVerifier(OLD).verify(header, "GET", "/", b"", authorities=[HERE])
+
+
+def test_what_was_signed_for_another_server_is_refused_by_both_names() -> None:
+    header = HttpSigner(OLD, "s").sign("GET", "/", b"", authority=HERE)
+    elsewhere = HttpVerifier(OLD)
+
+    with pytest.raises(Unauthorized, match=f"for {HERE}; this server is 127.64.0.2:8998 or h:1"):
+        elsewhere.verify(header, "GET", "/", b"", authorities=["127.64.0.2:8998", "h:1"])
+    # It has used up no counter: the server that it is for takes it.
+    assert "s" == elsewhere.verify(header, "GET", "/", b"", authorities=[HERE])
+
+
+def test_the_authority_inside_a_header_cannot_be_exchanged() -> None:
+    header = HttpSigner(OLD, "s").sign("GET", "/", b"", authority=HERE)
+
+    with pytest.raises(Unauthorized, match="MAC is wrong"):
+        HttpVerifier(OLD).verify(header.replace(HERE, "h:1"), "GET", "/", b"", authorities=["h:1"])
+
+
+@pytest.mark.parametrize(
+    ("dialled", "sockname"),
+    [
+        ("127.0.0.1:41", ("127.0.0.1", 41)),
+        ("127.0.0.1:41", ("::ffff:127.0.0.1", 41, 0, 0)),
+        ("[::1]:41", ("::1", 41, 0, 0)),
+        ("Pod-0:8998", None),
+        ("pod-0:8998", ("10.0.0.7", 8998)),
+    ],
+)
+def test_a_server_is_known_by_its_configured_name_and_by_its_end_of_the_connection(
+    dialled: str, sockname: object
+) -> None:
+    header = HttpSigner(OLD, "s").sign("GET", "/", b"", authority=dialled)
+    names = own_authorities("pod-0", 8998, sockname)
+
+    assert "s" == HttpVerifier(OLD).verify(header, "GET", "/", b"", authorities=names)
 
 
 def test_a_replay_is_refused() -> None:
-    header = HttpSigner(OLD, "s").sign("GET", "/", b"")
+    header = HttpSigner(OLD, "s").sign("GET", "/", b"", authority=HERE)
     verifier = HttpVerifier(OLD)
-    verifier.verify(header, "GET", "/", b"")
+    verifier.verify(header, "GET", "/", b"", authorities=[HERE])
 
     with pytest.raises(Unauthorized, match="used before"):
-        verifier.verify(header, "GET", "/", b"")
+        verifier.verify(header, "GET", "/", b"", authorities=[HERE])
 
 
 def test_requests_may_overtake_each_other_inside_the_window() -> None:
     signer = HttpSigner(OLD, "s")
-    headers = [signer.sign("GET", "/", b"") for _ in range(8)]
+    headers = [signer.sign("GET", "/", b"", authority=HERE) for _ in range(8)]
     verifier = HttpVerifier(OLD, window=8)
 
     for header in reversed(headers):
-        assert "s" == verifier.verify(header, "GET", "/", b"")
+        assert "s" == verifier.verify(header, "GET", "/", b"", authorities=[HERE])
 
 
 def test_what_lies_behind_the_window_is_refused() -> None:
     signer = HttpSigner(OLD, "s")
-    headers = [signer.sign("GET", "/", b"") for _ in range(9)]
+    headers = [signer.sign("GET", "/", b"", authority=HERE) for _ in range(9)]
     verifier = HttpVerifier(OLD, window=8)
-    verifier.verify(headers[-1], "GET", "/", b"")
+    verifier.verify(headers[-1], "GET", "/", b"", authorities=[HERE])
 
     with pytest.raises(Unauthorized, match="too old"):
-        verifier.verify(headers[0], "GET", "/", b"")
+        verifier.verify(headers[0], "GET", "/", b"", authorities=[HERE])
 
 
 def test_sessions_are_bounded_and_only_right_macs_take_a_place() -> None:
     verifier = HttpVerifier(OLD, sessions_max=2)
     for number in range(5):
-        header = HttpSigner(OLD, f"s-{number}").sign("GET", "/", b"")
-        verifier.verify(header, "GET", "/", b"")
+        header = HttpSigner(OLD, f"s-{number}").sign("GET", "/", b"", authority=HERE)
+        verifier.verify(header, "GET", "/", b"", authorities=[HERE])
     with pytest.raises(Unauthorized):
-        verifier.verify("1;2026-01;forged;1;" + "0" * 64, "GET", "/", b"")
+        verifier.verify("2;2026-01;forged;1;h:1;" + "0" * 64, "GET", "/", b"", authorities=["h:1"])
 
     assert 2 == len(verifier._windows)
 
 
 def test_an_answer_is_bound_to_its_request() -> None:
-    request = HttpSigner(OLD, "client").sign("POST", "/pd/v1/hello", b"{}")
-    other = HttpSigner(OLD, "client-2").sign("POST", "/pd/v1/hello", b"{}")
+    request = HttpSigner(OLD, "client").sign("POST", "/pd/v1/hello", b"{}", authority=HERE)
+    other = HttpSigner(OLD, "client-2").sign("POST", "/pd/v1/hello", b"{}", authority=HERE)
     answer = HttpSigner(OLD, "server").sign_answer(request, b"card")
     verifier = HttpVerifier(OLD)
 

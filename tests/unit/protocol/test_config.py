@@ -89,3 +89,14 @@ def test_a_device_that_nobody_has_is_refused_by_name(device: str) -> None:
     with pytest.raises(ConfigError) as caught:
         decode_config(raw, EngineConfig, source="engine.json")
     assert f"engine.json: device is {device!r}; it is cpu, cuda or cuda:N" in caught.value.detail
+
+
+@pytest.mark.parametrize("faults", ["", "seed=1,Drop=0.5", "@/plans/now"])
+def test_faults_are_nothing_a_plan_or_a_file(faults: str) -> None:
+    assert faults == msgspec.structs.replace(ENGINE, faults=faults).faults
+
+
+def test_faults_that_cannot_happen_are_refused_by_name() -> None:
+    raw = msgspec.json.encode(msgspec.to_builtins(ENGINE) | {"faults": "Drop=0.5"})
+    with pytest.raises(ConfigError, match=r"engine\.json: faults has no seed"):
+        decode_config(raw, EngineConfig, source="engine.json")

@@ -115,7 +115,9 @@ async def test_every_leg_is_signed_anew_on_one_connection() -> None:
             head, _, body = raw.partition(b"\r\n\r\n")
             marked = f"{HEADER}: ".encode()
             signature = head.split(marked)[1].split(b"\r\n")[0].decode()
-            assert "router" == verifier.verify(signature, "POST", PATH, body)
+            assert "router" == verifier.verify(
+                signature, "POST", PATH, body, authorities=(str(script.address),)
+            )
 
 
 async def test_a_large_body_arrives_whole() -> None:
