@@ -7,12 +7,8 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from pdcluster_protocol.errors import WireError
-from pdcluster_protocol.messages import (
-    EngineToSidecar,
-    NodeMessage,
-    SidecarMessage,
-    SidecarToEngine,
-)
+from pdcluster_protocol.messages import EngineToSidecar, NodeMessage, SidecarToEngine
+from pdcluster_protocol.sidecar_messages import SidecarMessage
 
 LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 32 << 20

@@ -17,7 +17,8 @@ from enum import StrEnum
 from typing import Final
 
 from pdcluster_protocol.limits import Limits
-from pdcluster_protocol.messages import PeerChanged, PeerState, Ping
+from pdcluster_protocol.messages import PeerChanged, PeerState
+from pdcluster_protocol.sidecar_messages import Ping
 
 
 class Sign(StrEnum):

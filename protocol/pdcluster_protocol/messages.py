@@ -6,7 +6,7 @@ Three families, each a tagged union:
   sidecar → link → engine. Those that SGLang knows are put into its frames by `push.frames`; what we
   add (key, incarnation, our extra fields, MAC) rides in two trailing frames.
 - `LinkMessage`: over the unix socket between an engine and its own sidecar.
-- `SidecarMessage`: between two sidecars on the control channel.
+- `SidecarMessage`: between two sidecars on the control channel (`sidecar_messages`).
 
 Page lists are raw little-endian int32 bytes, as in SGLang's frames: an 80 µs decode for 16,384
 pages instead of 1.3 ms as a list.
@@ -388,24 +388,3 @@ class Drain(msgspec.Struct, frozen=True, tag="PD_DRAIN"):
 
 EngineToSidecar = EngineHello | Resolve | Outbound | Pulse | DumpAnswered
 SidecarToEngine = HelloAnswer | Resolved | Inbound | PeerChanged | CancelLeg | DumpRequested | Drain
-
-
-# --- sidecar to sidecar -------------------------------------------------------------------------
-
-
-class Ping(msgspec.Struct, frozen=True, tag="PD_PING"):
-    """Every second: my incarnation, and the loop counter of each of my ranks."""
-
-    incarnation: str
-    loops: tuple[int, ...]
-    draining: bool = False
-
-
-class InstanceDied(msgspec.Struct, frozen=True, tag="PD_DIED"):
-    """My engine is gone: every room of this incarnation ends now."""
-
-    incarnation: str
-    detail: str = ""
-
-
-SidecarMessage = Ping | InstanceDied

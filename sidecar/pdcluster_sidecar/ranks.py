@@ -21,7 +21,6 @@ from pdcluster_protocol.messages import (
     HelloAnswer,
     Inbound,
     InstanceCard,
-    InstanceDied,
     Outbound,
     Pulse,
     Resolve,
@@ -29,6 +28,7 @@ from pdcluster_protocol.messages import (
 )
 from pdcluster_protocol.push.registration import registration_of
 from pdcluster_protocol.push.registry import RegistryNode
+from pdcluster_protocol.sidecar_messages import InstanceDied
 from pdcluster_protocol.topology import RankCoordinate
 from pdcluster_sidecar.context import Context
 from pdcluster_sidecar.link import Link

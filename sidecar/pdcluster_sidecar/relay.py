@@ -17,15 +17,14 @@ from pdcluster_protocol.instance import pairing_refusal
 from pdcluster_protocol.messages import (
     Inbound,
     InstanceCard,
-    InstanceDied,
     NodeMessage,
     Outbound,
     PeerChanged,
     PeerState,
-    Ping,
 )
 from pdcluster_protocol.push.frames import Message
 from pdcluster_protocol.push.trailers import Trailer
+from pdcluster_protocol.sidecar_messages import InstanceDied, Ping
 from pdcluster_sidecar.bus import Bus
 from pdcluster_sidecar.client import SidecarClient
 from pdcluster_sidecar.context import Context

@@ -20,14 +20,8 @@ from pdcluster_protocol.codec import (
 )
 from pdcluster_protocol.errors import WireError
 from pdcluster_protocol.ids import Key, RankAddress
-from pdcluster_protocol.messages import (
-    Inbound,
-    InstanceDied,
-    NodeMessage,
-    Outbound,
-    Ping,
-    Run,
-)
+from pdcluster_protocol.messages import Inbound, NodeMessage, Outbound, Run
+from pdcluster_protocol.sidecar_messages import InstanceDied, Ping
 
 CODECS: list[Codec[Any]] = [engine_to_sidecar, sidecar_to_engine, node_messages, sidecar_messages]
 

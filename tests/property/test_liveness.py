@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.liveness import PeerNode
-from pdcluster_protocol.messages import PeerState, Ping
+from pdcluster_protocol.messages import PeerState
+from pdcluster_protocol.sidecar_messages import Ping
 
 steps = st.lists(
     st.tuples(

@@ -22,9 +22,9 @@ from pdcluster_protocol.ids import Key, RankAddress, mint_attempt
 from pdcluster_protocol.limits import Limits, Timeouts
 from pdcluster_protocol.messages import InstanceCard, PeerState, RankCard
 from pdcluster_protocol.nodes import decode_node, prefill_node
-from pdcluster_protocol.push.prefill_rooms import PrefillRooms
 from simulation.cast import Faults, Pod, Rank, Request
 from simulation.memory import Memory, Shape
+from simulation.wires import Wires
 
 BOOTSTRAP = RankAddress("prefill", 8998)
 TIMEOUTS = Timeouts(
@@ -32,7 +32,7 @@ TIMEOUTS = Timeouts(
 )
 
 
-class World:
+class World(Wires):
     """The pair and everything around it; `run` plays until nothing is left to happen."""
 
     def __init__(
@@ -361,81 +361,3 @@ class World:
     def _answered(self, pod: Pod, key: Key) -> None:
         if pod.computing.pop(key, None):
             self.give(pod, ev.DecodeFinished(key))
-
-    def _check_read(self, index: int, memory: Memory, start: fx.StartDecode, tokens: int) -> None:
-        for region, own in enumerate(memory.place.layout.regions):
-            for token in range(tokens):
-                page = start.pages[token // self.shape.layout.page_size]
-                found = memory.read(region, token, page)
-                if found != memory.expected(start.key, region, token):
-                    self.violations.append(
-                        f"decode rank {index} would read {found!r} as {own.name} of token {token}"
-                    )
-
-    # --- wires and memory ---
-
-    def _write(self, pod: Pod, write: fx.Write) -> None:
-        side = pod.node.side
-        assert isinstance(side, PrefillRooms)
-        owner = side.writing.owner(write.operation)
-        assert owner is not None
-        key, session = owner[0], pod.ranks[write.rank].session
-        fails = self.random.random() < self.faults.write_fails
-        late = self.random.random() < self.faults.write_lands_late
-        if late or not fails:
-            delay = self.jitter() + (self.random.random() * 2 if late and fails else 0)
-            self.later(delay, lambda: self._land(pod, write, key, session, reported=fails))
-        if fails:
-            self.later(self.jitter(), lambda: self._done(pod, write, session, ok=False))
-
-    def _done(self, pod: Pod, write: fx.Write, session: str, *, ok: bool, digest: int = 0) -> None:
-        if pod.ranks[write.rank].session == session:
-            event = ev.OperationDone(write.operation, ok, digest, "" if ok else "refused")
-            self.give(pod, event)
-
-    def _land(self, pod: Pod, write: fx.Write, key: Key, session: str, *, reported: bool) -> None:
-        target, stride = self.pods["decode"], write.destination_stride
-        rank = next((r for r in target.ranks if r.session == write.target), None)
-        offset = write.destination_address - rank.memory.base if rank else -1
-        reach = write.nbytes + (write.pieces - 1) * stride
-        if rank is None or not rank.memory.holds(offset, reach):
-            # Nothing is mapped there: the name is gone, or it came again with other memory.
-            if not reported:
-                self._done(pod, write, session, ok=False)
-            return
-        source = pod.ranks[write.rank].memory
-        digest = source.digest(write.source_offset, write.nbytes, write.pieces, write.source_stride)
-        flips = self.random.random() < self.faults.flip
-        self.count("flipped", int(flips))
-        for index in range(write.pieces):
-            begin = write.source_offset + index * write.source_stride
-            piece = bytearray(source.content[begin : begin + write.nbytes])
-            if flips and index == write.pieces - 1:
-                piece[-1] ^= 1
-            at = offset + index * stride
-            self._may_write(target, rank.memory.touched(at, len(piece)), key)
-            rank.memory.content[at : at + len(piece)] = piece
-        if not reported:
-            self._done(pod, write, session, ok=True, digest=digest)
-
-    def _may_write(self, target: Pod, touched: tuple[bool, set[int]], key: Key) -> None:
-        """No byte lands in a page that its request does not hold (owned or in quarantine)."""
-        metadata, pages = touched
-        pool = target.node.ledger.slots if metadata else target.node.ledger.pool
-        if self.requests[key].mismatched:
-            self.violations.append(f"{key} was written for a prompt with other tokens")
-        for page in pages:
-            holder = pool.holder_of(page)
-            if holder != key:
-                self.violations.append(f"{key} landed in page {page} of {holder}")
-
-    def _verify(self, pod: Pod, verify: fx.VerifyRun) -> None:
-        rank = pod.ranks[verify.rank]
-        if not rank.session:
-            return
-        digest = rank.memory.digest(verify.offset, verify.nbytes, verify.pieces, verify.stride)
-        self.give(pod, ev.OperationDone(verify.operation, ok=True, digest=digest))
-
-    def _read_metadata(self, pod: Pod, read: fx.ReadMetadata) -> None:
-        rooms = {rank.memory.room(read.slot) for rank in pod.ranks}
-        self.give(pod, ev.MetadataRead(read.key, rooms.pop() if len(rooms) == 1 else 0))

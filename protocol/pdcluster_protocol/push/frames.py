@@ -40,7 +40,6 @@ from pdcluster_protocol.messages import (
     NodeMessage,
     RegisterKVArgs,
     RunsLanded,
-    SidecarMessage,
     Status,
     TransferMetadata,
 )
@@ -55,6 +54,7 @@ from pdcluster_protocol.push.fields import (
     parse_text,
 )
 from pdcluster_protocol.push.trailers import Extra, Trailer, append
+from pdcluster_protocol.sidecar_messages import SidecarMessage
 
 Message = NodeMessage | SidecarMessage
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -18,12 +18,12 @@ from pdcluster_protocol.push.sender import SENDER, SenderState, SenderTrigger
 class PrefillEnds:
     """Ends rooms of one prefill node; shares the table of rooms with `PrefillRooms`."""
 
-    __slots__ = ("_farewells", "_ledger", "_rooms")
+    __slots__ = ("_ledger", "_rooms", "farewells")
 
     def __init__(self, ledger: Ledger, rooms: dict[int, PrefillRoom], farewells: Farewells) -> None:
         self._ledger = ledger
         self._rooms = rooms
-        self._farewells = farewells
+        self.farewells = farewells
 
     def fail(self, room: PrefillRoom, reason: Reason, detail: str, *, tell: bool = True) -> None:
         """End a room badly, once; a room that already drains keeps its first cause."""
@@ -36,7 +36,7 @@ class PrefillEnds:
         ledger.emit(ConcludeLeg(room.key, reason, detail))
         ledger.advance(SENDER, room, SenderTrigger.FAULT, f"{reason}: {detail}")
         if tell and room.deliveries and room.wire_key is not None:
-            self._farewells.say(room.wire_key, tuple(room.deliveries), reason=reason, detail=detail)
+            self.farewells.say(room.wire_key, tuple(room.deliveries), reason=reason, detail=detail)
         if room.state is SenderState.FAILED:
             self._acknowledge(room)
             self.close(room, KVPoll.FAILED)

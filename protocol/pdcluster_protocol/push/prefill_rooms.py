@@ -1,8 +1,7 @@
 """All prefill rooms of one node: events in, effects through the ledger.
 
-Pairing: a leg and decode's metadata meet by room; whichever comes first waits, bounded and with a
-deadline. Prompt length and digest are compared before the first write. Then: pages of our own,
-compute, write behind the model, metadata rows last, status, decode's conclusion.
+A leg and decode's metadata meet (`meeting`). Then: pages of our own, compute, write behind the
+model, metadata rows last, status, decode's conclusion.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from pdcluster_protocol.admission import Grant, Need
+from pdcluster_protocol.admission import Grant
 from pdcluster_protocol.effects import ConcludeLeg, CountBytes, StartPrefill
-from pdcluster_protocol.errors import LayoutMismatch, Reason, parse_reason
+from pdcluster_protocol.errors import Reason, parse_reason
 from pdcluster_protocol.events import (
     ComputeStopped,
     Event,
@@ -26,7 +25,6 @@ from pdcluster_protocol.ledger import Clock, Ledger
 from pdcluster_protocol.messages import (
     Abort,
     AbortAck,
-    Accepted,
     Concluded,
     KVPoll,
     NodeMessage,
@@ -34,9 +32,9 @@ from pdcluster_protocol.messages import (
     TransferMetadata,
 )
 from pdcluster_protocol.push.delivery import Delivery
-from pdcluster_protocol.push.destinations import Destination
 from pdcluster_protocol.push.farewells import Farewells
-from pdcluster_protocol.push.pairing import Arrived, Pairing, Refusal
+from pdcluster_protocol.push.meeting import Meeting
+from pdcluster_protocol.push.pairing import Arrived, Pairing
 from pdcluster_protocol.push.prefill_ends import PrefillEnds
 from pdcluster_protocol.push.prefill_room import ACTIVE, PrefillRoom
 from pdcluster_protocol.push.runs import RunPlanner
@@ -62,6 +60,7 @@ class PrefillRooms:
         self.farewells = Farewells(ledger)
         self.writing = Writing(ledger)
         self._ends = PrefillEnds(ledger, self.rooms, self.farewells)
+        self._meeting = Meeting(ledger, self.rooms, self.pairing, self._ends, self._retargeted)
 
     # --- what the node sees ---
 
@@ -89,7 +88,7 @@ class PrefillRooms:
                 self.pairing.register(message, incarnation)
             case TransferMetadata():
                 lane = Lane(rank, message.reply_to)
-                self.metadata_arrived(Arrived(lane, message, incarnation))
+                self._meeting.metadata_arrived(Arrived(lane, message, incarnation))
             case Abort():
                 self.abort_arrived(message, Lane(rank, message.reply_to))
             case Concluded():
@@ -122,9 +121,7 @@ class PrefillRooms:
         ledger.set_clock(Clock.BOOTSTRAP, room.key, timeouts.bootstrap_seconds)
         budget = leg.budget_seconds or timeouts.bootstrap_seconds + timeouts.transfer_seconds
         ledger.set_clock(Clock.TOTAL, room.key, budget)
-        for arrived in self.pairing.take(leg.key, attempt_known=leg.attempt_known):
-            if room.wire_key in (None, arrived.metadata.key):
-                self._pair(room, arrived)
+        self._meeting.leg_arrived(room)
 
     def cancel(self, key: Key, reason: Reason, detail: str) -> bool:
         """The leg's HTTP side gave up; decode's metadata comes again and hears of it."""
@@ -136,20 +133,6 @@ class PrefillRooms:
         return True
 
     # --- decode's messages ---
-
-    def metadata_arrived(self, arrived: Arrived) -> None:
-        """Decode's pages are reserved and locked; these are their numbers."""
-        ledger, lane, key = self._ledger, arrived.lane, arrived.metadata.key
-        room, buried = self.rooms.get(key.room), ledger.tombstone(key)
-        if buried is None and room is not None and room.wire_key in (None, key):
-            self._pair(room, arrived)
-        elif buried is not None or ledger.is_stale(key):
-            ledger.count("metadata_late")
-            if buried is None or buried.status != KVPoll.SUCCESS:
-                reason = buried.reason if buried else Reason.STALE_ATTEMPT
-                self.farewells.say(key, (lane,), reason=reason, detail="concluded")
-        elif self.pairing.wait(arrived):
-            ledger.send(lane, Accepted(key, lane.rank))
 
     def abort_arrived(self, abort: Abort, lane: Lane) -> None:
         """Decode gave up: stop, and say when nothing is written any more."""
@@ -327,54 +310,6 @@ class PrefillRooms:
         room = self.rooms.get(key.room)
         return room if room is not None and room.key == key else None
 
-    def _pair(self, room: PrefillRoom, arrived: Arrived) -> None:
-        ledger, lane, metadata = self._ledger, arrived.lane, arrived.metadata
-        destination = self.pairing.destination(metadata, arrived.incarnation)
-        if destination is None:
-            # The registration is lost or late, or this is; decode repeats both until we accept.
-            ledger.count("metadata_without_registration")
-            return
-        if room.wire_key is None:
-            room.wire_key = metadata.key
-        if room.state is not SenderState.DRAINING:
-            ledger.send(lane, Accepted(metadata.key, lane.rank))
-        known = room.deliveries.get(lane)
-        if known is not None:
-            if isinstance(destination, Destination) and destination.follows(known.destination):
-                self._retarget(room, known, destination)
-        elif room.state is SenderState.BOOTSTRAPPING:
-            self._match(room, arrived, destination)
-        else:
-            ledger.count("metadata_unexpected")
-
-    def _match(
-        self, room: PrefillRoom, arrived: Arrived, destination: Destination | LayoutMismatch
-    ) -> None:
-        match self.pairing.match(room.leg, arrived, destination):
-            case Delivery() as delivery:
-                self._add_delivery(room, delivery)
-            case Refusal(reason, detail):
-                key = arrived.metadata.key
-                self.farewells.say(key, (arrived.lane,), reason=reason, detail=detail)
-                self._ends.fail(room, reason, detail)
-            case None:
-                self._ledger.count("metadata_dummy")
-
-    def _add_delivery(self, room: PrefillRoom, delivery: Delivery) -> None:
-        room.mapping = room.mapping or delivery.route.mapping
-        if room.mapping != delivery.route.mapping:
-            detail = "decode ranks of two replicas of unequal sizes claim this room"
-            self._ends.fail(room, Reason.RANK_CONFLICT, detail)
-            return
-        room.deliveries[delivery.lane] = delivery
-        if len(room.deliveries) < self.pairing.routes.deliveries(room.mapping):
-            return
-        ledger = self._ledger
-        ledger.stop_clocks(room.key, (Clock.BOOTSTRAP,))
-        ledger.advance(SENDER, room, SenderTrigger.PAGES_KNOWN)
-        pages = ledger.setup.layout.pages_for(room.leg.prompt_tokens)
-        ledger.queue.add(room.key, Need(pages=pages, slot=True))
-
     def _progress(self, room: PrefillRoom) -> None:
         self._ledger.set_clock(Clock.STALL, room.key, self._ledger.setup.timeouts.stall_seconds)
 
@@ -389,9 +324,9 @@ class PrefillRooms:
             self._ledger.stop_clocks(room.key, (Clock.STALL, Clock.RETARGET))
             self.writing.publish(room, repeated=False)
 
-    def _retarget(self, room: PrefillRoom, known: Delivery, destination: Destination) -> None:
+    def _retargeted(self, room: PrefillRoom, known: Delivery) -> None:
+        """A destination's memory is mapped anew: what was sent to the old one is sent again."""
         self.writing.forget(room.key, known.lane)
-        known.retarget(destination)
         if room.state in ACTIVE:
             self._ledger.stop_clocks(room.key, (Clock.RETARGET,))
             self._push_on(room)

@@ -158,8 +158,12 @@ def test_zero_replicas_on_both_sides_is_a_suspended_plan() -> None:
         ("spec.kv.allocation is PrefillComplete", {"kv": {"allocation": "PrefillComplete"}}),
         ("spec.kv.checksum is Sampled", {"kv": {"checksum": "Sampled"}}),
         ("spec.kv.dtype is fp8_e5m2; engine native knows auto", {"kv": {"dtype": "fp8_e5m2"}}),
-        ("spec.prefill.parallel has tp 2, dp 1", {"prefill": {"parallel": {"tp": 2}}}),
-        ("spec.decode.parallel has tp 1, dp 1, pp 2", {"decode": {"parallel": {"pp": 2}}}),
+        ("decode's parallel.cp is 2", {"decode": {"parallel": {"tp": 2, "cp": 2}}}),
+        (
+            "attention TP is 3 on prefill and 2 on decode; one must divide the other",
+            {"prefill": {"parallel": {"tp": 3}}, "decode": {"parallel": {"tp": 2}}},
+        ),
+        ("parallel.pp is 1 on prefill and 2 on decode", {"decode": {"parallel": {"pp": 2}}}),
         ("spec.security.apiKeysSecret is keys", {"security": {"apiKeysSecret": "keys"}}),
         (
             "spec.security.tls.mode is Secret",
@@ -223,11 +227,11 @@ def test_placing_gives_every_pod_an_address_and_every_engine_its_ports() -> None
     prefill, decode = placed.pods
     assert ("127.64.7.1", "127.64.7.2") == (prefill.sidecar.host, decode.engines[0].host)
     assert "/run/x/link-2" == decode.sidecar.link_path == decode.engines[0].link_path
-    assert (15096, 15127) == (
+    assert (15192, 15255) == (
         prefill.engines[0].transport_port_min,
         prefill.engines[0].transport_port_max,
     )
-    assert 15128 == decode.engines[0].transport_port_min
+    assert 15256 == decode.engines[0].transport_port_min
 
 
 def test_placing_tells_each_router_its_members_and_an_admin_port() -> None:

@@ -14,7 +14,8 @@ from pdcluster_protocol.codec import (
 )
 from pdcluster_protocol.errors import WireError
 from pdcluster_protocol.ids import Key
-from pdcluster_protocol.messages import Abort, Accepted, NodeMessage, Ping, Run, RunsLanded
+from pdcluster_protocol.messages import Abort, Accepted, NodeMessage, Run, RunsLanded
+from pdcluster_protocol.sidecar_messages import Ping
 from support.ledgers import PEER, key
 
 RUNS = RunsLanded(key(), 0, 3, (Run(0, 1, 2, 3, 4, (1 << 64) - 1), Run(1, 0, 7, 1, 9, 0)))

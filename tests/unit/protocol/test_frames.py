@@ -13,8 +13,6 @@ from pdcluster_protocol.messages import (
     Accepted,
     AuxData,
     Bootstrap,
-    InstanceDied,
-    Ping,
     RegisterKVArgs,
     Run,
     RunsLanded,
@@ -23,6 +21,7 @@ from pdcluster_protocol.messages import (
 )
 from pdcluster_protocol.push import frames, trailers
 from pdcluster_protocol.push.fields import lists, pack_lists, pack_numbers
+from pdcluster_protocol.sidecar_messages import InstanceDied, Ping
 
 RING = KeyRing({"k1": b"k" * 32})
 DECODE = RankAddress("127.64.0.2", 9000)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.liveness import PeerNode
-from pdcluster_protocol.messages import PeerChanged, PeerState, Ping
+from pdcluster_protocol.messages import PeerChanged, PeerState
+from pdcluster_protocol.sidecar_messages import Ping
 
 LIMITS = Limits()
 

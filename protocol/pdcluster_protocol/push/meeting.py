@@ -1,0 +1,110 @@
+"""Where a leg and decode's metadata meet: by room, whichever comes first.
+
+The first one waits, bounded and with a deadline. Prompt length and digest are compared before the
+first write. A room goes on when each of our ranks that writes knows all its destinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdcluster_protocol.admission import Need
+from pdcluster_protocol.errors import LayoutMismatch, Reason
+from pdcluster_protocol.ledger import Clock, Ledger
+from pdcluster_protocol.messages import Accepted, KVPoll
+from pdcluster_protocol.push.delivery import Delivery
+from pdcluster_protocol.push.destinations import Destination
+from pdcluster_protocol.push.pairing import Arrived, Pairing, Refusal
+from pdcluster_protocol.push.prefill_ends import PrefillEnds
+from pdcluster_protocol.push.prefill_room import PrefillRoom
+from pdcluster_protocol.push.sender import SENDER, SenderState, SenderTrigger
+
+
+class Meeting:
+    """Brings legs and metadata together; shares the table of rooms with `PrefillRooms`."""
+
+    __slots__ = ("_ends", "_ledger", "_pairing", "_retargeted", "_rooms")
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        rooms: dict[int, PrefillRoom],
+        pairing: Pairing,
+        ends: PrefillEnds,
+        retargeted: Callable[[PrefillRoom, Delivery], None],
+    ) -> None:
+        self._ledger = ledger
+        self._rooms = rooms
+        self._pairing = pairing
+        self._ends = ends
+        self._retargeted = retargeted
+
+    def leg_arrived(self, room: PrefillRoom) -> None:
+        """A new room takes the metadata that waited for it."""
+        leg = room.leg
+        for arrived in self._pairing.take(leg.key, attempt_known=leg.attempt_known):
+            if room.wire_key in (None, arrived.metadata.key):
+                self._pair(room, arrived)
+
+    def metadata_arrived(self, arrived: Arrived) -> None:
+        """Decode's pages are reserved and locked; these are their numbers."""
+        ledger, lane, key = self._ledger, arrived.lane, arrived.metadata.key
+        room, buried = self._rooms.get(key.room), ledger.tombstone(key)
+        if buried is None and room is not None and room.wire_key in (None, key):
+            self._pair(room, arrived)
+        elif buried is not None or ledger.is_stale(key):
+            ledger.count("metadata_late")
+            if buried is None or buried.status != KVPoll.SUCCESS:
+                reason = buried.reason if buried else Reason.STALE_ATTEMPT
+                self._ends.farewells.say(key, (lane,), reason=reason, detail="concluded")
+        elif self._pairing.wait(arrived):
+            ledger.send(lane, Accepted(key, lane.rank))
+
+    def _pair(self, room: PrefillRoom, arrived: Arrived) -> None:
+        ledger, lane, metadata = self._ledger, arrived.lane, arrived.metadata
+        destination = self._pairing.destination(metadata, arrived.incarnation)
+        if destination is None:
+            # The registration is lost or late, or this is; decode repeats both until we accept.
+            ledger.count("metadata_without_registration")
+            return
+        if room.wire_key is None:
+            room.wire_key = metadata.key
+        if room.state is not SenderState.DRAINING:
+            ledger.send(lane, Accepted(metadata.key, lane.rank))
+        known = room.deliveries.get(lane)
+        if known is not None:
+            if isinstance(destination, Destination) and destination.follows(known.destination):
+                known.retarget(destination)
+                self._retargeted(room, known)
+        elif room.state is SenderState.BOOTSTRAPPING:
+            self._match(room, arrived, destination)
+        else:
+            ledger.count("metadata_unexpected")
+
+    def _match(
+        self, room: PrefillRoom, arrived: Arrived, destination: Destination | LayoutMismatch
+    ) -> None:
+        match self._pairing.match(room.leg, arrived, destination):
+            case Delivery() as delivery:
+                self._add_delivery(room, delivery)
+            case Refusal(reason, detail):
+                key = arrived.metadata.key
+                self._ends.farewells.say(key, (arrived.lane,), reason=reason, detail=detail)
+                self._ends.fail(room, reason, detail)
+            case None:
+                self._ledger.count("metadata_dummy")
+
+    def _add_delivery(self, room: PrefillRoom, delivery: Delivery) -> None:
+        room.mapping = room.mapping or delivery.route.mapping
+        if room.mapping != delivery.route.mapping:
+            detail = "decode ranks of two replicas of unequal sizes claim this room"
+            self._ends.fail(room, Reason.RANK_CONFLICT, detail)
+            return
+        room.deliveries[delivery.lane] = delivery
+        if len(room.deliveries) < self._pairing.routes.deliveries(room.mapping):
+            return
+        ledger = self._ledger
+        ledger.stop_clocks(room.key, (Clock.BOOTSTRAP,))
+        ledger.advance(SENDER, room, SenderTrigger.PAGES_KNOWN)
+        pages = ledger.setup.layout.pages_for(room.leg.prompt_tokens)
+        ledger.queue.add(room.key, Need(pages=pages, slot=True))
