@@ -13,6 +13,7 @@ from pdcluster_protocol.messages import (
     SidecarMessage,
     SidecarToEngine,
 )
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 32 << 20
@@ -45,8 +46,7 @@ class Codec(Generic[MessageT]):
             raise WireError(f"message of {len(raw)} bytes; at most {self._bytes_max} are taken")
         try:
             return self._decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            # Values nested without end, also below an unknown field, end in a RecursionError.
+        except UNDECODABLE as error:
             raise WireError(f"undecodable message: {error}") from error
 
 
