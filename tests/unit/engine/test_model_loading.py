@@ -21,6 +21,7 @@ from transformers import (
     Glm4MoeConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
 )
@@ -82,6 +83,7 @@ FAMILIES = pytest.mark.parametrize(
     "config",
     [
         LlamaConfig(**SMALL),
+        Qwen2Config(**{key: value for key, value in SMALL.items() if key != "head_dim"}),
         Qwen3Config(**SMALL),
         Glm4Config(**SMALL),
         Glm4MoeConfig(**{**SMALL, **EXPERTS}),
