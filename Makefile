@@ -6,14 +6,16 @@ PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 PINS := pyproject.toml constraints.txt
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test interop lint bench clean
+.PHONY: help up test interop fuzz lint bench clean
 
 help:
 	@echo "make up     install, start 1 prefill + 1 decode + router, send a first prompt, stay up (Ctrl-C ends it)"
 	@echo "make test   install, then all tests (PYTEST_ARGS='-k name' chooses)"
 	@echo "make interop  install routers of others into a cache of their own, and let them drive our pair"
+	@echo "make fuzz   hostile inputs for every port and codec (FUZZ_ARGS='--inputs 1000000')"
 	@echo "make lint   format, lint, types, import contracts (own small environment, no torch)"
 	@echo "make bench  print the figures against one process"
 	@echo "make clean  remove environments and caches"
@@ -27,6 +29,9 @@ test: .venv/.test
 interop: .venv/.test
 	@tools/interop-peers "$(PYTHON)"
 	.venv/bin/python -m pytest -m interop tests/interop $(PYTEST_ARGS)
+
+fuzz: .venv/.test
+	PYTHONPATH=tests .venv/bin/python -m fuzz.loop $(FUZZ_ARGS)
 
 lint: .venv-lint/.lint
 	.venv-lint/bin/ruff format --check .

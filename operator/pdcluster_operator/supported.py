@@ -58,7 +58,7 @@ def _cache_refusals(kv: KV) -> Iterator[str]:
             " before prefill only: use Early"
         )
     if kv.dtype not in NATIVE_CACHE_DTYPES:
-        yield (f"spec.kv.dtype is {kv.dtype}; engine native knows {', '.join(NATIVE_CACHE_DTYPES)}")
+        yield f"spec.kv.dtype is {kv.dtype}; engine native knows {', '.join(NATIVE_CACHE_DTYPES)}"
     if kv.checksum == "Sampled":
         yield "spec.kv.checksum is Sampled; this version verifies all runs or none: use Full or Off"
 

@@ -9,6 +9,7 @@ import msgspec
 from pdcluster_protocol.errors import WireError
 from pdcluster_protocol.messages import EngineToSidecar, NodeMessage, SidecarToEngine
 from pdcluster_protocol.sidecar_messages import SidecarMessage
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 32 << 20
@@ -41,8 +42,7 @@ class Codec(Generic[MessageT]):
             raise WireError(f"message of {len(raw)} bytes; at most {self._bytes_max} are taken")
         try:
             return self._decoder.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            # Values nested without end, also below an unknown field, end in a RecursionError.
+        except UNDECODABLE as error:
             raise WireError(f"undecodable message: {error}") from error
 
 

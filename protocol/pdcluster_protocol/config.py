@@ -16,6 +16,7 @@ from pdcluster_protocol.fault_plan import require_faults
 from pdcluster_protocol.ids import Role
 from pdcluster_protocol.limits import Timeouts
 from pdcluster_protocol.topology import Parallelism
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 ENGINE_HTTP_PORT = 30000
 SIDECAR_HTTP_PORT = 8998
@@ -163,5 +164,5 @@ def decode_config(raw: bytes, kind: type[ConfigT], *, source: str) -> ConfigT:
     """
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, ConfigError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{source}: {error}") from error

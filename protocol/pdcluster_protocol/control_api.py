@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
-from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.errors import Reason, WireError
 from pdcluster_protocol.ids import Key
 from pdcluster_protocol.messages import Load
+from pdcluster_protocol.undecodable import UNDECODABLE
+
+BodyT = TypeVar("BodyT")
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
@@ -27,3 +32,15 @@ class LoadReport(msgspec.Struct, frozen=True):
     ready: bool
     draining: bool
     loads: tuple[Load, ...]
+
+
+def decode_body(body: bytes, kind: type[BodyT]) -> BodyT:
+    """A body, or an answer, of one of these paths.
+
+    Raises:
+        WireError: naming the kind and what is wrong with it.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNDECODABLE as error:
+        raise WireError(f"undecodable {kind.__name__}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -10,7 +10,8 @@ import stamina
 from yarl import URL
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
-from pdcluster_protocol.errors import PDClusterError, Reason, RemoteProtocolError, WireError
+from pdcluster_protocol.control_api import decode_body
+from pdcluster_protocol.errors import Reason, RemoteProtocolError, WireError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.messages import InstanceCard, RankCard
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
@@ -19,8 +20,6 @@ HELLO_PATH: Final = "/pd/v1/hello"
 CALL_SECONDS: Final = 2.0
 ANSWER_BYTES_MAX: Final = 4 << 20
 PLAIN_RANKS_MAX: Final = 256
-
-AnswerT = TypeVar("AnswerT")
 
 
 # Its default hooks would log the arguments of calls, and count into a registry that nobody reads.
@@ -93,7 +92,7 @@ class SidecarClient:
                 reason=reason,
             )
         session = self._verifier.verify_answer(header, request, raw)
-        card = _decode(raw, InstanceCard)
+        card = decode_body(raw, InstanceCard)
         if card.session != session:
             raise WireError(f"{address} signs as another session than its card names")
         return card
@@ -106,7 +105,7 @@ class SidecarClient:
             Refused: the registry is not ready, or this is none.
             WireError: its answer is undecodable or too large.
         """
-        server = _decode(await self._route(address, (-1, -1, -1, -1)), PlainServer)
+        server = decode_body(await self._route(address, (-1, -1, -1, -1)), PlainServer)
         sizes = (server.dp_size, server.attn_cp_size, server.attn_tp_size, server.pp_size)
         count = sizes[0] * sizes[1] * sizes[2] * sizes[3]
         if min(sizes) < 1 or count > PLAIN_RANKS_MAX:
@@ -118,7 +117,7 @@ class SidecarClient:
                 index // (cp * tp * pp), index // (tp * pp) % cp, index // pp % tp, index % pp
             )
             raw = await self._route(address, (place.dp, place.cp, place.tp, place.pp))
-            found = _decode(raw, _PlainRank)
+            found = decode_body(raw, _PlainRank)
             http_port = (server.prefill_http_port or 0) + place.dp
             rank_address = RankAddress(found.rank_ip, found.rank_port)
             cards.append(RankCard(place, rank_address, http_port))
@@ -182,10 +181,3 @@ class SidecarClient:
 class _PlainRank(msgspec.Struct, frozen=True):
     rank_ip: str
     rank_port: int
-
-
-def _decode(raw: bytes, kind: type[AnswerT]) -> AnswerT:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, PDClusterError) as error:
-        raise WireError(f"undecodable {kind.__name__}: {error}") from error

@@ -14,17 +14,22 @@ from pdcluster_protocol.ids import Key, RankAddress
 from support.engine_pairs import Pair, prompt
 
 SETTINGS = [
-    ("local", "tiny-llama", "exact"),
-    ("mooncake", "tiny-glm", "exact"),
-    ("mooncake", "tiny-llama", "batched"),
+    ("local", "tiny-llama", "exact", "auto"),
+    ("mooncake", "tiny-glm", "exact", "auto"),
+    ("mooncake", "tiny-llama", "batched", "auto"),
+    ("mooncake", "tiny-glm-wide", "exact", "fp8_ds_mla"),
+    ("local", "tiny-deepseek", "exact", "auto"),
+    ("local", "tiny-qwen", "exact", "auto"),
 ]
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids="-".join)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    transport, model, mode = request.param
+    transport, model, mode, dtype = request.param
     with tempfile.TemporaryDirectory() as folder:
-        running = Pair(folder, transport=transport, model=f"builtin://{model}", mode=mode)
+        running = Pair(
+            folder, transport=transport, model=f"builtin://{model}", mode=mode, dtype=dtype
+        )
         yield running
         running.close()
 

@@ -28,7 +28,11 @@ class Running:
 
     def __init__(self, config: EngineConfig) -> None:
         model = load_runner(
-            config.model_source, dtype="auto", mode=config.mode, threads=1, device=config.device
+            config.model_source,
+            dtype=config.dtype,
+            mode=config.mode,
+            threads=1,
+            device=config.device,
         )
         self.registry = CollectorRegistry()
         self.parts: Assembly = assemble(config, model, telemetry=Telemetry(self.registry))
@@ -66,7 +70,14 @@ class Pair:
     """A prefill and a decode engine that can reach each other."""
 
     def __init__(
-        self, folder: str, *, transport: str, model: str, mode: str, device: str = "cpu"
+        self,
+        folder: str,
+        *,
+        transport: str,
+        model: str,
+        mode: str,
+        dtype: str = "auto",
+        device: str = "cpu",
     ) -> None:
         self.prefill_port = Port(f"{folder}/p", incarnation="inc-p", address=BOOTSTRAP)
         self.decode_port = Port(f"{folder}/d", incarnation="inc-d", address=DECODE_ADDRESS)
@@ -74,7 +85,13 @@ class Pair:
             {BOOTSTRAP: self.prefill_port, RankAddress("127.0.0.1", 8999): self.decode_port}
         )
         self.relay.__enter__()
-        shared = {"transport": transport, "model_source": model, "mode": mode, "device": device}
+        shared = {
+            "transport": transport,
+            "model_source": model,
+            "mode": mode,
+            "dtype": dtype,
+            "device": device,
+        }
         self.prefill = Running(config(folder, Role.PREFILL, **shared))
         self.decode = Running(config(folder, Role.DECODE, **shared))
         self.relay.wait_joined()

@@ -96,6 +96,24 @@ def place(layout: KVLayout, parallel: Parallelism) -> list[RankArena]:
     return placements
 
 
+def move_rows(
+    source: PagedModel,
+    from_pages: Sequence[int],
+    target: PagedModel,
+    to_pages: Sequence[int],
+    *,
+    tokens: int,
+) -> None:
+    """Copy the bytes of valid rows as a transfer does; both sides have the same ranks."""
+    size = source.layout.page_size
+    for rank, placement in enumerate(source.placements):
+        for region, described in enumerate(placement.slice.layout.regions):
+            for index, (one, other) in enumerate(zip(from_pages, to_pages, strict=False)):
+                nbytes = min(size, tokens - index * size) * described.bytes_per_token
+                rows = source.page_bytes(region, one, rank=rank)[:nbytes]
+                target.page_bytes(region, other, rank=rank)[:nbytes] = rows
+
+
 def prompt(length: int, *, seed: int = 0) -> list[int]:
     draw = random.Random(f"{seed}/{length}")
     return [draw.randrange(256) for _ in range(length)]

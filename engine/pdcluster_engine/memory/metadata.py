@@ -179,6 +179,16 @@ def metadata_bytes(slot_count: int) -> int:
     return METADATA_SLOT_BYTES * slot_count
 
 
+def row_fault(row: MetadataRow, *, room: int, vocab_size: int) -> str:
+    """Why a row that a peer wrote cannot begin this room's answer; empty when it can."""
+    if row.room != room:
+        return f"it is of room {row.room}, not of {room}"
+    for token in (row.token, *(token for token, _ in row.top_logprobs)):
+        if not 0 <= token < vocab_size:
+            return f"it holds token {token}, which is not in [0, {vocab_size})"
+    return ""
+
+
 def _require_writable(row: MetadataRow) -> None:
     if not ROOM_UNWRITTEN < row.room <= ROOM_MAX:
         message = f"room {row.room} is not in [1, 2^63 - 1]"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from pdcluster_protocol.errors import ConfigError
-from pdcluster_protocol.sizing import FP8_DS_MLA, FP8_SCALE_BLOCK
+from pdcluster_protocol.sizing import FP8_DS_MLA, FP8_SCALE_BLOCK, ROPE_BYTES, SCALE_BYTES
 
 LATENT_WIDTH = 512
 ROPE_WIDTH = 64
@@ -58,7 +58,7 @@ def packed_bytes(kind: str) -> int:
     """The bytes of a row of kind `packed` or `indexer`."""
     if kind == "indexer":
         return _scaled_bytes(INDEXER_WIDTH)
-    return _scaled_bytes(LATENT_WIDTH) + ROPE_WIDTH * torch.bfloat16.itemsize
+    return _scaled_bytes(LATENT_WIDTH) + ROPE_WIDTH * ROPE_BYTES
 
 
 def require_packable(kind: str, *, heads: int, width: int) -> None:
@@ -95,7 +95,7 @@ def _unscaled(rows: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tenso
 
 
 def _scaled_bytes(width: int) -> int:
-    return width + width // FP8_SCALE_BLOCK * torch.float32.itemsize
+    return width + width // FP8_SCALE_BLOCK * SCALE_BYTES
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

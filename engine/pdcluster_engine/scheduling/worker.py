@@ -16,7 +16,7 @@ from typing import assert_never
 import msgspec
 import torch
 
-from pdcluster_engine.memory.metadata import MetadataRow, RankMetadata
+from pdcluster_engine.memory.metadata import MetadataRow, RankMetadata, row_fault
 from pdcluster_engine.model.port import ModelRunner, Written
 from pdcluster_engine.sampling import Sampled, sample
 from pdcluster_engine.scheduling.answer import Answer
@@ -231,11 +231,9 @@ class ModelThread:
             self._post(ComputeStopped(begin.key, Reason.METADATA_CORRUPT, "no metadata slot"))
             return
         row = self._metadata.read(begin.slot, top_logprobs=sequence.submission.sampling.logprobs)
-        if row.room != begin.key.room or not 0 <= row.token < self._runner.vocab_size:
-            detail = (
-                f"metadata slot {begin.slot} holds token {row.token} of room {row.room};"
-                f" expected a token below {self._runner.vocab_size} of room {begin.key.room}"
-            )
+        fault = row_fault(row, room=begin.key.room, vocab_size=self._runner.vocab_size)
+        if fault:
+            detail = f"the row in metadata slot {begin.slot} cannot be used: {fault}"
             self._post(ComputeStopped(begin.key, Reason.METADATA_CORRUPT, detail))
             return
         first = Sampled(row.token, row.logprob or 0.0, row.top_logprobs)

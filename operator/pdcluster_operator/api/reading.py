@@ -7,6 +7,7 @@ word such as `Off` that YAML reads as a boolean, and a field that nobody knows.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from pdcluster_protocol.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
 ERRORS_SHOWN_MAX = 3
+_shown = reprlib.Repr()
+"""Looks only so deep into a value: aliases of aliases make a short file astronomically long."""
+_shown.maxlevel, _shown.maxstring, _shown.maxother, _shown.maxlong = 3, 80, 80, 80
 
 
 class _Loader(yaml.SafeLoader):
@@ -66,7 +70,7 @@ def parse_pdcluster(raw: bytes, *, source: str) -> PDCluster:
     for field, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
         if document.get(field) != expected:
             raise ConfigError(
-                f"{source}: {field} is {document.get(field)!r}; it must be {expected!r}"
+                f"{source}: {field} is {_short(document.get(field))}; it must be {expected!r}"
             )
     try:
         return PDCluster.model_validate(document)
@@ -123,7 +127,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = _shown.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

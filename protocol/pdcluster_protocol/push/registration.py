@@ -12,6 +12,7 @@ from pdcluster_protocol.errors import LayoutMismatch, PolicyMismatch, WireError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.messages import EngineHello
 from pdcluster_protocol.topology import RankCoordinate
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 RANKS_MAX: Final = 8192
 FOLLOW_BOOTSTRAP_ROOM: Final = "follow_bootstrap_room"
@@ -131,7 +132,7 @@ def parse_registration(body: bytes) -> Registration:
     """
     try:
         row = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"registration: {error}") from error
     _require_bounds(row)
     return row

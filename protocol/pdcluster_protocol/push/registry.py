@@ -23,6 +23,7 @@ from pdcluster_protocol.errors import NotReady, PDClusterError, RankConflict, Wi
 from pdcluster_protocol.ids import ROOM_MAX
 from pdcluster_protocol.push.registration import Registration, parse_registration
 from pdcluster_protocol.topology import RankCoordinate
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 ROOM_SECONDS: Final = 240.0
 """SGLang's entries live for 120 to 240 s, by its clean-up's luck; ours for the longer."""
@@ -153,7 +154,7 @@ class RegistryNode:
         """`POST /register_dp_rank`: remember which DP rank serves a room."""
         try:
             entry = msgspec.json.decode(body, type=_DpRankBody)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             return Answer(400, f"register_dp_rank: {error}")
         size = next((row.dp_size for row in self._rows.values()), 1 << 16)
         if not 1 <= entry.bootstrap_room <= ROOM_MAX:
@@ -171,7 +172,7 @@ class RegistryNode:
         """`POST /query_dp_ranks`: the DP ranks of these rooms; unknown ones are absent."""
         try:
             entry = msgspec.json.decode(body, type=_RoomsBody)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             return Answer(400, f"query_dp_ranks: {error}")
         self._expire(now)
         found = {}

@@ -17,6 +17,7 @@ from pdcluster_protocol.errors import WireError
 from pdcluster_protocol.ids import ATTEMPT_MAX, Key
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import WIRE_VERSION_MAX, WIRE_VERSION_MIN
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 TRAILER_BYTES_MAX: Final = 8192
 TEXT_LENGTH_MAX: Final = 512
@@ -92,7 +93,7 @@ def split(frames: Sequence[bytes]) -> Split:
         )
     try:
         trailer = _trailers.decode(frames[-2])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"undecodable trailer: {error}") from error
     if not WIRE_VERSION_MIN <= trailer.version <= WIRE_VERSION_MAX:
         raise WireError(

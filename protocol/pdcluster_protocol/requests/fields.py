@@ -8,12 +8,11 @@ from typing import TypeVar
 import msgspec
 
 from pdcluster_protocol.errors import InvalidRequest, Reason
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 FieldT = TypeVar("FieldT")
 
 SHOWN_BYTES_MAX = 60
-UNDECODABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""What decoding raises for bytes of any kind; deep nesting exhausts the recursion limit."""
 
 
 class Interval(msgspec.Struct, frozen=True):

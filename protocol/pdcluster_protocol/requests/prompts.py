@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from pdcluster_protocol.errors import InvalidRequest, Reason
-from pdcluster_protocol.requests.fields import UNDECODABLE, Fields
+from pdcluster_protocol.requests.fields import Fields
 from pdcluster_protocol.requests.parsed import Api, RequestLimits
 from pdcluster_protocol.requests.sampling import TOKEN_ID_MAX
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 Prompt = str | tuple[int, ...]
 

@@ -15,6 +15,7 @@ from aiohttp import web
 from pdcluster_protocol.authentication import HEADER, HttpVerifier, own_authorities
 from pdcluster_protocol.config import RouterConfig
 from pdcluster_protocol.errors import InvalidRequest, NotReady, PDClusterError, Reason
+from pdcluster_protocol.undecodable import UNDECODABLE
 from pdcluster_sidecar.router.canary import CanaryAnswer, CanaryRequest
 from pdcluster_sidecar.router.members import Members
 from pdcluster_sidecar.router.replies import Failure
@@ -103,7 +104,7 @@ class Admin:
     async def _canary(self, request: web.Request) -> web.Response:
         try:
             wanted = msgspec.json.decode(await request.read(), type=CanaryRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             raise InvalidRequest(
                 f"the body is wrong ({error}); send prefill and decode, two instance names"
             ) from error

@@ -14,6 +14,7 @@ import msgspec
 from pdcluster_protocol.errors import HTTP_STATUS, Reason
 from pdcluster_protocol.ids import Key, Role
 from pdcluster_protocol.pair import LegAnswered, LegFailed, Witness
+from pdcluster_protocol.undecodable import UNDECODABLE
 from pdcluster_sidecar.router.replies import DONE
 
 REASON_HEADER: Final = b"x-pd-reason"
@@ -192,7 +193,7 @@ def read_error(status: int, headers: dict[bytes, bytes], body: bytes) -> tuple[R
     """Reason and detail of an engine's error: ours, OpenAI's and SGLang's shapes, or plain text."""
     try:
         whole = msgspec.json.decode(body, type=dict[str, object])
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+    except UNDECODABLE:
         whole = {"message": body.decode(errors="replace")}
     error = whole.get("error", whole)
     fields = error if isinstance(error, dict) else {"message": error}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, TypeVar
+from typing import Final
 
 import aiohttp
 import msgspec
 from yarl import URL
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
-from pdcluster_protocol.control_api import AbortRequest, LoadReport
+from pdcluster_protocol.control_api import AbortRequest, LoadReport, decode_body
 from pdcluster_protocol.errors import PDClusterError, Reason, RemoteProtocolError, WireError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.messages import InstanceCard
@@ -22,8 +22,6 @@ ANSWER_BYTES_MAX: Final = 4 << 20
 TOKENIZER_BYTES_MAX: Final = 64 << 20
 ABORTS_MAX: Final = 4096
 ABORT_TRIES: Final = 2
-
-AnswerT = TypeVar("AnswerT")
 
 
 class CallFailed(RemoteProtocolError):
@@ -63,7 +61,7 @@ class SidecarCalls:
         body = msgspec.json.encode(ours)
         request, raw, signature = await self._call("POST", address, "/pd/v1/hello", body)
         session = self._verifier.verify_answer(signature, request, raw)
-        card = _decode(raw, InstanceCard)
+        card = decode_body(raw, InstanceCard)
         if card.session != session:
             raise WireError(f"{address} signs as another session than its card names")
         return card
@@ -75,7 +73,7 @@ class SidecarCalls:
             CallFailed, WireError: by what is wrong.
         """
         _, raw, _ = await self._call("GET", address, "/pd/v1/load", b"")
-        return _decode(raw, LoadReport)
+        return decode_body(raw, LoadReport)
 
     async def tokenizer(self, address: RankAddress) -> TokenizerAnswer:
         """The tokenizer's files.
@@ -91,7 +89,7 @@ class SidecarCalls:
             seconds=TOKENIZER_SECONDS,
             bytes_max=TOKENIZER_BYTES_MAX,
         )
-        return _decode(raw, TokenizerAnswer)
+        return decode_body(raw, TokenizerAnswer)
 
     def abort(self, address: RankAddress, request: AbortRequest) -> None:
         """Send an abort without waiting for it; the engine also sees that its leg is closed."""
@@ -152,10 +150,3 @@ async def _read(content: aiohttp.StreamReader, bytes_max: int) -> bytes:
             raise ValueError(f"the answer is longer than {bytes_max} bytes")
         pieces.append(piece)
     return b"".join(pieces)
-
-
-def _decode(raw: bytes, kind: type[AnswerT]) -> AnswerT:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, PDClusterError) as error:
-        raise WireError(f"undecodable {kind.__name__}: {error}") from error

@@ -14,6 +14,7 @@ import msgspec
 
 from pdcluster_protocol.errors import WireError
 from pdcluster_protocol.requests import Api
+from pdcluster_protocol.undecodable import UNDECODABLE
 from pdcluster_sidecar.router.replies import DONE
 
 PREFIX = b"data: "
@@ -149,5 +150,5 @@ def _count(usage: dict[str, object], name: str) -> int:
 def _decode(raw: bytes | msgspec.Raw, kind: type[KindT]) -> KindT:
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"decode's answer cannot be merged: {error}") from error

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from pdcluster_protocol.errors import InvalidRequest, WireError
 from pdcluster_protocol.requests import ParsedRequest, RequestLimits, encode_bounded
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SHORT_CHARACTERS_MAX = 1024
@@ -135,7 +136,7 @@ def _file(files: Mapping[str, str], name: str) -> bytes:
 def _json_object(files: Mapping[str, str], name: str) -> dict[str, object]:
     try:
         return msgspec.json.decode(_file(files, name), type=dict[str, object])
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"{name}: {error}") from error
 
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner
-from pdcluster_protocol.control_api import AbortRequest
+from pdcluster_protocol.control_api import AbortRequest, decode_body
 from pdcluster_protocol.errors import (
     InvalidRequest,
     NotReady,
-    PDClusterError,
     Reason,
     RemoteProtocolError,
     Unauthorized,
-    WireError,
 )
 from pdcluster_protocol.messages import CancelLeg, InstanceCard
 from pdcluster_protocol.topology import RankCoordinate
+from pdcluster_protocol.undecodable import UNDECODABLE
 from pdcluster_sidecar.peers import Peer
 from pdcluster_sidecar.ranks import Ranks
 from pdcluster_sidecar.relay import Relay
@@ -29,7 +28,6 @@ from pdcluster_sidecar.telemetry import Metrics
 
 SESSION: Final = "pd-session"
 """Under this key a request holds the session that signed it."""
-BodyT = TypeVar("BodyT")
 
 
 def add(
@@ -55,7 +53,7 @@ class _Control:
 
     async def hello(self, request: web.Request) -> web.Response:
         """Who is there: a card for a card."""
-        theirs = _decode(await request.read(), InstanceCard)
+        theirs = decode_body(await request.read(), InstanceCard)
         if theirs.session != request[SESSION]:
             raise Unauthorized("the card names another session than the one that signed it")
         ours = self._ranks.card()
@@ -76,7 +74,7 @@ class _Control:
 
     async def abort(self, request: web.Request) -> web.Response:
         """End one leg by its exact name, on every rank of this pod."""
-        wanted = _decode(await request.read(), AbortRequest)
+        wanted = decode_body(await request.read(), AbortRequest)
         if not wanted.rid and wanted.key is None:
             raise InvalidRequest(
                 "rid is empty and there is no key: that names no leg; send the exact rid or key",
@@ -151,15 +149,8 @@ def _raw(described: bytes | None) -> object:
         return None
     try:
         return msgspec.json.decode(described)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return "undecodable"
-
-
-def _decode(body: bytes, kind: type[BodyT]) -> BodyT:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, PDClusterError) as error:
-        raise WireError(f"{kind.__name__}: {error}") from error
 
 
 def _json(content: object) -> web.Response:

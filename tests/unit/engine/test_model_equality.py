@@ -9,7 +9,7 @@ import torch
 
 from pdcluster_engine.model.builtin import INDEX_TOPK, VOCAB_SIZE
 from pdcluster_engine.model.port import DecodeRow
-from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, prompt
+from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, move_rows, prompt
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300)
 TOKENS = 12
@@ -44,24 +44,9 @@ def test_rows_moved_as_bytes_to_other_pages_of_another_arena_give_the_same_logit
         source_pages, target_pages = source.take(length), target.take(length + TOKENS)
         assert source_pages != target_pages
         first = source.prefill(source_pages, ids, chunk=100)
-        _move_valid_rows(source, source_pages, target, target_pages, tokens=length)
+        move_rows(source, source_pages, target, target_pages, tokens=length)
         seen = target.decode(target_pages, length, first, tokens=TOKENS)
         assert [] == unequal(generate(name, ids, chunk=100, tokens=TOKENS), seen), length
-
-
-def _move_valid_rows(
-    source: PagedModel,
-    from_pages: list[int],
-    target: PagedModel,
-    to_pages: list[int],
-    *,
-    tokens: int,
-) -> None:
-    size = source.layout.page_size
-    for region, described in enumerate(source.layout.regions):
-        for index, (one, other) in enumerate(zip(from_pages, to_pages, strict=False)):
-            nbytes = min(size, tokens - index * size) * described.bytes_per_token
-            target.page_bytes(region, other)[:nbytes] = source.page_bytes(region, one)[:nbytes]
 
 
 @pytest.mark.parametrize("name", MODELS)

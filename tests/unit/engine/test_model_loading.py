@@ -21,40 +21,19 @@ from transformers import (
     Glm4MoeConfig,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
 )
 
 from pdcluster_engine.model import shim
-from pdcluster_engine.model.builtin import VOCAB_SIZE, byte_codec
+from pdcluster_engine.model.builtin import VOCAB_SIZE
 from pdcluster_engine.model.loading import LoadedModel, load_runner
 from pdcluster_engine.model.port import DecodeRow, ModelRunner
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.topology import Parallelism
+from support.model_folders import EXPERTS, LATENTS, SMALL, save_model
 from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, place, prompt
-
-SMALL = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "eos_token_id": [3, 256],
-    "bos_token_id": None,
-    "pad_token_id": None,
-    "initializer_range": 0.2,
-}
-EXPERTS = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
 
 
 def load(source: str, **changes: object) -> LoadedModel:
@@ -62,18 +41,9 @@ def load(source: str, **changes: object) -> LoadedModel:
     return load_runner(source, **options)  # type: ignore[arg-type]  # Wrong values are the point.
 
 
-def save(config: PreTrainedConfig, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """A whole model folder: weights, config, tokenizer, template."""
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-    for name, content in byte_codec().files().items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    return save(LlamaConfig(**SMALL), tmp_path / "llama")
+    return save_model(LlamaConfig(**SMALL), tmp_path / "llama")
 
 
 def test_builtin_models_say_what_the_engine_must_know() -> None:
@@ -113,21 +83,11 @@ FAMILIES = pytest.mark.parametrize(
     "config",
     [
         LlamaConfig(**SMALL),
+        Qwen2Config(**{key: value for key, value in SMALL.items() if key != "head_dim"}),
         Qwen3Config(**SMALL),
         Glm4Config(**SMALL),
         Glm4MoeConfig(**{**SMALL, **EXPERTS}),
-        DeepseekV3Config(
-            **{
-                **SMALL,
-                **EXPERTS,
-                "num_key_value_heads": 4,
-                "q_lora_rank": 32,
-                "kv_lora_rank": 32,
-                "qk_rope_head_dim": 16,
-                "qk_nope_head_dim": 16,
-                "v_head_dim": 16,
-            }
-        ),
+        DeepseekV3Config(**{**SMALL, **EXPERTS, **LATENTS}),
     ],
     ids=lambda config: config.model_type,
 )
@@ -137,7 +97,7 @@ FAMILIES = pytest.mark.parametrize(
 def test_a_folder_of_each_family_gives_the_logits_of_its_own_generate(
     config: PreTrainedConfig, tmp_path: Path
 ) -> None:
-    folder = save(config, tmp_path / "model")
+    folder = save_model(config, tmp_path / "model")
     loaded = load(folder.as_uri())
     assert frozenset({3, 256}) == loaded.runner.eos_ids
     assert 4096 == loaded.runner.max_context
@@ -154,7 +114,7 @@ def test_a_folder_of_each_family_gives_the_logits_of_its_own_generate(
 def test_a_ragged_batch_of_each_family_chooses_the_tokens_of_its_own_generate(
     config: PreTrainedConfig, tmp_path: Path
 ) -> None:
-    folder = save(config, tmp_path / "model")
+    folder = save_model(config, tmp_path / "model")
     model = PagedModel(loaded=load(folder.as_uri(), mode="batched"))
     oracle = AutoModelForCausalLM.from_pretrained(folder).eval()
     prompts = [prompt(length) for length in (1, 64, 130)]
@@ -176,7 +136,7 @@ def test_a_ragged_batch_of_each_family_chooses_the_tokens_of_its_own_generate(
 
 
 def test_auto_is_the_checkpoints_type_and_another_one_can_be_asked_for(tmp_path: Path) -> None:
-    folder = save(LlamaConfig(**SMALL), tmp_path / "half", dtype=torch.bfloat16)
+    folder = save_model(LlamaConfig(**SMALL), tmp_path / "half", dtype=torch.bfloat16)
     half, whole = load(folder.as_uri()), load(folder.as_uri(), dtype="float32")
     assert ("bfloat16", "float32") == (half.layout.dtype, whole.layout.dtype)
     assert 2 * half.layout.bytes_per_token == whole.layout.bytes_per_token
@@ -314,7 +274,7 @@ def test_an_unusable_folder_is_refused_with_its_name_and_the_remedy(
 def test_a_model_without_one_row_per_token_is_refused_by_its_layer_class(
     config: PreTrainedConfig, layer: str, tmp_path: Path
 ) -> None:
-    folder = save(config, tmp_path / "model")
+    folder = save_model(config, tmp_path / "model")
     with pytest.raises(ConfigError, match=rf"cache layer \d+ is a .*{layer}"):
         load(folder.as_uri())
 

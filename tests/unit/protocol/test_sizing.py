@@ -148,6 +148,29 @@ def test_a_cache_type_that_the_family_lacks_is_refused() -> None:
         sized(llama, dtype="int3")
 
 
+@pytest.mark.parametrize(
+    ("expected", "changes"),
+    [
+        ("defined for kv_lora_rank 512; the model's is 256: use auto", {"kv_lora_rank": 256}),
+        ("defined for qk_rope_head_dim 64; the model's is 32", {"qk_rope_head_dim": 32}),
+        ("defined for index_head_dim 128; the model's is 64", {"index_head_dim": 64}),
+    ],
+)
+def test_packed_rows_of_other_widths_are_refused_by_the_field(
+    expected: str, changes: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sized({**GLM_5_3, **changes}, dtype="fp8_ds_mla")
+    assert expected in caught.value.detail
+
+    assert sized({**GLM_5_3, **changes}).bytes_per_token > 0
+
+
+def test_a_model_without_indexer_packs_latents_alone() -> None:
+    deepseek = {**GLM_5_3, "model_type": "deepseek_v3", "num_hidden_layers": 61}
+    assert 61 * 656 == sized(deepseek, dtype="fp8_ds_mla").bytes_per_token
+
+
 def test_the_default_pool_is_four_contexts_but_an_eighth_of_the_memory_at_most() -> None:
     sizing = sized(dict(BUILTIN_CONFIGS["tiny-glm"]))
 

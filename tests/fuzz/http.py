@@ -1,0 +1,261 @@
+"""The HTTP ports: registry bodies, our own control bodies, signatures, and clients' connections."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from fuzz.link import CARD, PLAN
+from fuzz.mutation import Parts
+from fuzz.target import Target, one_part
+from fuzz.wire import KEY
+from pdcluster_protocol.authentication import HttpSigner, HttpVerifier, KeyRing
+from pdcluster_protocol.control_api import AbortRequest, LoadReport, decode_body
+from pdcluster_protocol.errors import Unauthorized, WireError
+from pdcluster_protocol.instance import InstanceNode, pairing_refusal
+from pdcluster_protocol.limits import Limits
+from pdcluster_protocol.messages import InstanceCard, Load
+from pdcluster_protocol.push.registry import RegistryNode
+from pdcluster_sidecar.peers import PeerTable
+from pdcluster_sidecar.router.canary import CanaryRequest
+from pdcluster_sidecar.router.exchange import Exchange
+from pdcluster_sidecar.router.listening import ServeLimits, Server
+from pdcluster_sidecar.router.serve import ClientConnection
+from pdcluster_sidecar.router.tokens import TokenizerAnswer
+
+ROW = {
+    "attn_tp_size": 2,
+    "attn_tp_rank": 1,
+    "attn_cp_size": 1,
+    "attn_cp_rank": 0,
+    "attn_dp_size": 1,
+    "attn_dp_rank": 0,
+    "pp_size": 1,
+    "pp_rank": 0,
+    "system_dp_size": 1,
+    "system_dp_rank": 0,
+    "rank_ip": "127.64.0.2",
+    "rank_port": 9000,
+    "page_size": 64,
+    "kv_cache_dtype": "bfloat16",
+    "load_balance_method": "follow_bootstrap_room",
+    "prefill_http_port": 30000,
+    "kv_layout": None,
+    "decode_allocation_policy": "early",
+}
+QUERY = b"prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=1&target_pp_rank=0"
+SENTINEL = b"prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+ROOMS_MAX = 8
+
+
+def check_registry(parts: Parts) -> bool:
+    """Four paths, each answered with a code of SGLang's contract; tables keep their bounds."""
+    registry = RegistryNode(rooms_max=ROOMS_MAX)
+    statuses = []
+    for index, part in enumerate(parts):
+        match index % 4:
+            case 0:
+                statuses.append(registry.put_route(part).status)
+            case 1:
+                statuses.append(registry.register_dp_rank(part, float(index)).status)
+            case 2:
+                statuses.append(registry.query_dp_ranks(part, float(index)).status)
+            case _:
+                query = dict(parse_qsl(part.decode("latin-1"), keep_blank_values=True))
+                statuses.append(registry.get_route(query).status)
+    assert set(statuses) <= {200, 400, 404, 503}, statuses
+    assert registry.registered <= len(parts)
+    return 200 in statuses
+
+
+BODIES: tuple[tuple[type[msgspec.Struct], msgspec.Struct], ...] = (
+    (InstanceCard, CARD),
+    (AbortRequest, AbortRequest("rid", KEY)),
+    (LoadReport, LoadReport("i", ready=True, draining=False, loads=(Load(1, 2), Load(3)))),
+    (CanaryRequest, CanaryRequest("c-prefill-0", "c-decode-0")),
+    (TokenizerAnswer, TokenizerAnswer("t", {"tokenizer.json": "e30="})),
+)
+
+
+def check_control(parts: Parts) -> bool:
+    """A body of `/pd/v1/` is what its path expects, or a `WireError`; a card may pair or not."""
+    taken = False
+    for part in parts:
+        for kind, _ in BODIES:
+            try:
+                body = decode_body(part, kind)
+            except WireError:
+                continue
+            taken = True
+            assert msgspec.json.encode(body)
+            if isinstance(body, InstanceCard):
+                _greeted(body)
+    return taken
+
+
+def _greeted(theirs: InstanceCard) -> None:
+    ours = InstanceNode(PLAN, Limits()).card(1.0)
+    pairing_refusal(ours, theirs)
+    peers = PeerTable(Limits(peers_max=1))
+    peer, _ = peers.meet(theirs, 1.0)
+    assert peers.of_session(theirs.session) is peer
+    peers.drop(peer)
+    assert () == peers.all()
+
+
+RING = KeyRing({"k1": b"k" * 32})
+OTHER_RING = KeyRing({"k1": b"o" * 32})
+HERE, ELSEWHERE = "127.64.0.1:8998", "127.64.0.2:8998"
+REQUESTS = (("POST", "/pd/v1/hello", b'{"cluster": "c"}'), ("GET", "/pd/v1/load?a=%20", b""))
+
+
+def _signed(signer: HttpSigner, authority: str) -> tuple[tuple[bytes, ...], ...]:
+    return tuple(
+        (
+            signer.sign(method, target, body, authority=authority).encode(),
+            method.encode(),
+            target.encode(),
+            body,
+        )
+        for method, target, body in REQUESTS
+    )
+
+
+SIGNED = _signed(HttpSigner(RING, "router"), HERE)
+FOREIGN = (
+    *_signed(HttpSigner(RING, "router"), ELSEWHERE),
+    *_signed(HttpSigner(OTHER_RING, "router"), HERE),
+)
+GENUINE = frozenset(SIGNED)
+
+
+def check_signatures(parts: Parts) -> bool:
+    """Exactly what was signed for this server with our key is let in, and only once."""
+    verifier = HttpVerifier(RING, window=64, sessions_max=4)
+    first = _admitted(verifier, parts)
+    assert first is (tuple(parts) in GENUINE)
+    assert not _admitted(verifier, parts), "a replay was let in"
+    genuine = list(SIGNED[len(parts) % len(SIGNED)])
+    assert _admitted(verifier, genuine) is (genuine != parts)
+    return first
+
+
+def _admitted(verifier: HttpVerifier, parts: Parts) -> bool:
+    if len(parts) != 4:
+        return False
+    # As aiohttp reads heads: UTF-8, with what is none of it kept as surrogates.
+    header, method, target = (part.decode("utf-8", "surrogateescape") for part in parts[:3])
+    try:
+        verifier.verify(header, method, target, parts[3], authorities=[HERE])
+    except Unauthorized:
+        return False
+    return True
+
+
+class _Wire(asyncio.Transport):
+    """A transport that keeps what is written and says whether it was closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.closed = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def write_eof(self) -> None:
+        self.closed = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+LIMITS = ServeLimits(body_bytes_max=4096, buffered_bytes_max=8192, connections_max=4)
+LOOP = asyncio.new_event_loop()
+REQUEST = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: h:1\r\ncontent-type: application/json\r\n"
+    b'content-length: 13\r\n\r\n{"prompt": 1}'
+)
+CHUNKED = (
+    b"POST /generate HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
+    b"Expect: 100-continue\r\n\r\n5\r\nhello\r\n3;x=y\r\n, w\r\n0\r\nTrailer: 1\r\n\r\n"
+)
+GET = b"GET http://h/health?x=1 HTTP/1.0\r\nConnection: keep-alive\r\nX-A:\r\n\r\n"
+
+
+def check_connections(parts: Parts) -> bool:
+    """Bytes of a client end in requests or in a 4xx and a close; nothing stays counted."""
+    return LOOP.run_until_complete(_converse(parts))
+
+
+async def _converse(parts: Parts) -> bool:
+    taken: list[Exchange] = []
+
+    def handle(exchange: Exchange) -> None:
+        taken.append(exchange)
+        exchange.answer(200, b"{}")
+
+    server = Server(handle, LIMITS, now=lambda: 1.0)
+    connection, wire = ClientConnection(server), _Wire()
+    connection.connection_made(wire)
+    for part in parts:
+        if not wire.closed:
+            connection.data_received(part)
+        # A request behind another is served in the loop's next turn.
+        await asyncio.sleep(0)
+    connection.connection_lost(None)
+    assert 0 == server.connection_count
+    assert 0 == server._buffered
+    answers = bytes(wire.written).count(b"HTTP/1.1 ")
+    assert answers >= len(taken)
+    assert bytes(wire.written).count(b"HTTP/1.1 5") == 0
+    return bool(taken)
+
+
+TARGETS = (
+    Target(
+        "registry",
+        (
+            (
+                msgspec.json.encode(ROW),
+                b'{"bootstrap_room": 7, "dp_rank": 0}',
+                b'{"bootstrap_rooms": [7, 8]}',
+                QUERY,
+            ),
+            (msgspec.json.encode(ROW | {"attn_tp_size": 1, "attn_tp_rank": 0}), b"", b"", SENTINEL),
+        ),
+        check_registry,
+        weight=2,
+    ),
+    Target("control", one_part(*(msgspec.json.encode(body) for _, body in BODIES)), check_control),
+    Target("signatures", (*SIGNED, *FOREIGN), check_signatures),
+    Target(
+        "client connections",
+        (*one_part(REQUEST, CHUNKED, GET), (REQUEST + GET, CHUNKED + REQUEST), (REQUEST * 12,)),
+        check_connections,
+    ),
+)

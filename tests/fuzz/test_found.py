@@ -1,0 +1,75 @@
+"""Inputs that once were more than taken or refused, each with the target that it broke."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fuzz.catalogue import TARGETS
+from fuzz.files import BOMBS
+from fuzz.http import ROW
+from fuzz.link import HELLO
+from fuzz.mutation import Parts
+from fuzz.wire import PLAIN, SEALED
+from pdcluster_engine.memory.metadata import MetadataRow, MetadataTable, metadata_bytes, row_fault
+from pdcluster_engine.memory.window import HostWindow
+from pdcluster_protocol.codec import engine_to_sidecar
+
+CHECKS = {target.name: target.check for target in TARGETS}
+DEEP = 5000
+
+
+def _nested_trailer() -> Parts:
+    """A trailer with one more field than we know, nested past every recursion limit."""
+    trailer = msgspec.msgpack.decode(SEALED[0][-2])
+    raw = msgspec.msgpack.encode([*trailer, None])
+    return [*SEALED[0][:-2], raw[:-1] + b"\x91" * DEEP + b"\xc0", SEALED[0][-1]]
+
+
+def _nested(body: bytes) -> bytes:
+    return body[:-1] + b', "more": ' + b"[" * DEEP + b"]" * DEEP + b"}"
+
+
+def _impossible_hello() -> Parts:
+    fields = msgspec.msgpack.decode(engine_to_sidecar.encode(HELLO))
+    fields["parallel"] = {"tp": 3, "dp": 2}
+    return [msgspec.msgpack.encode(fields)]
+
+
+FOUND: list[tuple[str, Parts]] = [
+    ("frames", _nested_trailer()),
+    ("frames", [PLAIN[6][0], b"\x91" * DEEP]),
+    ("seals", _nested_trailer()),
+    ("link from engine", _impossible_hello()),
+    ("registry", [_nested(msgspec.json.encode(ROW))]),
+    ("registry", [b"{}", _nested(b'{"a": 1}')]),
+    ("registry", [b"{}", b"{}", _nested(b'{"a": 1}')]),
+    ("control", [_nested(b'{"rid": 1}')]),
+    ("control", [b'{"parallel": {"tp": 0}}']),
+    *(("objects", list(bomb)) for bomb in BOMBS),
+]
+
+
+@pytest.mark.parametrize(("name", "parts"), FOUND)
+def test_what_was_found_once_is_refused(name: str, parts: Parts) -> None:
+    assert not CHECKS[name](parts)
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (MetadataRow(token=300, room=7), "token 300"),
+        (MetadataRow(token=1, top_logprobs=((300, 0.0),), room=7), "token 300"),
+        (MetadataRow(token=1, room=8), "of room 8, not of 7"),
+        (MetadataRow(token=299, top_logprobs=((0, float("nan")),), room=7), ""),
+    ],
+)
+def test_a_row_with_an_alternative_outside_the_vocabulary_begins_no_answer(
+    row: MetadataRow, fault: str
+) -> None:
+    table = MetadataTable(HostWindow(memoryview(bytearray(metadata_bytes(1)))), 0, 1)
+    table.write(0, row)
+
+    found = row_fault(table.read(0), room=7, vocab_size=300)
+    assert fault in found
+    assert bool(fault) is bool(found)
