@@ -9,7 +9,7 @@ BENCH_ARGS ?=
 FUZZ_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test interop fuzz lint bench clean
+.PHONY: help up test interop fuzz lint bench bench-peers clean
 
 help:
 	@echo "make up     install, start 1 prefill + 1 decode + router, send a first prompt, stay up (Ctrl-C ends it)"
@@ -18,6 +18,7 @@ help:
 	@echo "make fuzz   hostile inputs for every port and codec (FUZZ_ARGS='--inputs 1000000')"
 	@echo "make lint   format, lint, types, import contracts (own small environment, no torch)"
 	@echo "make bench  print the figures against one process"
+	@echo "make bench-peers  install what benchmarks compare with into a cache of their own"
 	@echo "make clean  remove environments and caches"
 
 up: .venv/.local
@@ -41,6 +42,10 @@ lint: .venv-lint/.lint
 
 bench: .venv/.test
 	.venv/bin/python bench/run.py $(BENCH_ARGS)
+
+bench-peers: .venv/.test
+	@tools/interop-peers "$(PYTHON)"
+	@tools/bench-peers
 
 clean:
 	rm -rf .venv .venv-lint .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-BENCHMARKS = ("start", "latency", "throughput", "transfer", "router")
+BENCHMARKS = ("start", "latency", "throughput", "transfer", "router", "control", "registry")
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED_FROM = (ROOT, ROOT / "tests")
 """Beside what is installed: the benchmarks, and what they share with tests."""

@@ -1,10 +1,15 @@
-"""The asyncio side of an engine process: HTTP up, link open, signals, the end."""
+"""The asyncio side of an engine process: HTTP up, link open, signals, the end.
+
+The first SIGTERM or SIGINT drains: new legs are refused with `ShuttingDown`, running ones may end
+within `timeouts.drainSeconds`. A second one ends the process at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -18,9 +23,8 @@ from pdcluster_protocol.config import EngineConfig
 if TYPE_CHECKING:
     from pdcluster_protocol.authentication import KeyRing
 
-DRAIN_SECONDS = 1.0
-"""What running requests get after SIGTERM; a pod's longer drain happens before that signal."""
 CLEANUP_SECONDS = 0.3
+"""For last answers that are written, and idle connections that are closed."""
 
 log = structlog.get_logger()
 
@@ -28,7 +32,7 @@ log = structlog.get_logger()
 async def serve_until_stopped(
     assembly: Assembly, config: EngineConfig, *, codec: TextCodec, ring: KeyRing, started: float
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain briefly.
+    """Serve until SIGTERM or SIGINT, then drain.
 
     The sidecar is dialled only once HTTP listens: whoever hears of this rank can reach it.
     """
@@ -42,7 +46,27 @@ async def serve_until_stopped(
     assembly.loop.open_link()
     log.info("serving", startup_seconds=round(time.monotonic() - started, 3))
     await stop.wait()
-    await asyncio.to_thread(assembly.engine.drain, DRAIN_SECONDS)
+    stop.clear()
+    await _drain(assembly, seconds=config.timeouts.drain_seconds, hurry=stop)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(runner.cleanup(), CLEANUP_SECONDS)
     log.info("stopped", reason="ShuttingDown")
+
+
+async def _drain(assembly: Assembly, *, seconds: float, hurry: asyncio.Event) -> None:
+    """Wait until nothing runs, the time is over, or somebody is in a hurry."""
+    log.info("draining", reason="ShuttingDown", drain_seconds=seconds)
+    loop = asyncio.get_running_loop()
+    drained = asyncio.Event()
+
+    def drain() -> None:
+        assembly.engine.drain(seconds)
+        # After a hurried end nobody waits for this thread, and the loop is closed.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(drained.set)
+
+    threading.Thread(target=drain, name="drain", daemon=True).start()
+    waiting = [asyncio.create_task(event.wait()) for event in (drained, hurry)]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()

@@ -7,7 +7,7 @@ transport, which binds all interfaces, needs a range of ports of its own per eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from pdcluster_operator.plan import Plan, PodPlan
 from pdcluster_protocol.config import EngineConfig, Member, RouterConfig
 from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.ids import RankAddress
 
 SLOT_MAX = 254
 POD_MAX = 253
@@ -72,8 +73,12 @@ def place_locally(plan: Plan, place: Place) -> Plan:
             f"{len(place.transport_ranges)} transport ranges for {engine_count(plan)} engines"
         )
     ranges = iter(place.transport_ranges)
+    hosts = {
+        (pod.instance, pod.node): pod_address(place.slot, number)
+        for number, pod in enumerate(plan.pods, start=1)
+    }
     pods = tuple(
-        _pod(pod, number, place, tuple(next(ranges) for _ in pod.engines))
+        _pod(pod, number, place, hosts, tuple(next(ranges) for _ in pod.engines))
         for number, pod in enumerate(plan.pods, start=1)
     )
     routers = tuple(
@@ -83,18 +88,42 @@ def place_locally(plan: Plan, place: Place) -> Plan:
     return msgspec.structs.replace(plan, pods=pods, routers=routers)
 
 
-def _pod(pod: PodPlan, number: int, place: Place, ranges: Sequence[int]) -> PodPlan:
+def _pod(
+    pod: PodPlan,
+    number: int,
+    place: Place,
+    hosts: Mapping[tuple[str, int], str],
+    ranges: Sequence[int],
+) -> PodPlan:
     folder = PurePosixPath(place.run_folder)
-    host = pod_address(place.slot, number)
+    host = hosts[pod.instance, pod.node]
     link_path, keys_folder = str(folder / f"link-{number}"), str(folder / "keys")
+    leader = pod.sidecar.leader
+    if leader is not None:
+        leader = RankAddress(hosts[pod.instance, 0], leader.port)
     sidecar = msgspec.structs.replace(
-        pod.sidecar, host=host, link_path=link_path, keys_folder=keys_folder
+        pod.sidecar, host=host, link_path=link_path, keys_folder=keys_folder, leader=leader
     )
     engines = tuple(
-        _engine(engine, place, host=host, link_path=link_path, transport_range=transport_range)
+        msgspec.structs.replace(
+            _engine(engine, place, host=host, link_path=link_path, transport_range=transport_range),
+            rank_addresses=_rank_addresses(pod, hosts),
+        )
         for engine, transport_range in zip(pod.engines, ranges, strict=True)
     )
     return msgspec.structs.replace(pod, sidecar=sidecar, engines=engines)
+
+
+def _rank_addresses(pod: PodPlan, hosts: Mapping[tuple[str, int], str]) -> tuple[RankAddress, ...]:
+    """Where the DP ranks of a replica of several pods serve; one pod's are beside each other."""
+    sidecar = pod.sidecar
+    if sidecar.nodes == 1:
+        return ()
+    share = sidecar.parallel.dp // sidecar.nodes
+    return tuple(
+        RankAddress(hosts[pod.instance, rank // share], sidecar.engine_http_port + rank)
+        for rank in range(sidecar.parallel.dp)
+    )
 
 
 def _engine(
@@ -126,6 +155,8 @@ def _router(
             dp=pod.sidecar.parallel.dp,
         )
         for pod in pods
+        # The leader speaks for the whole replica.
+        if pod.node == 0
     )
     return msgspec.structs.replace(
         router,

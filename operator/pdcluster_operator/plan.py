@@ -11,6 +11,7 @@ one plan, and only processes with equal fingerprints pair.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -21,14 +22,16 @@ from pdcluster_operator.arguments import NativeArguments, parse_native_arguments
 from pdcluster_operator.supported import require_supported
 from pdcluster_protocol.config import (
     ENGINE_HTTP_PORT,
+    SIDECAR_HTTP_PORT,
     Checksum,
     EngineConfig,
     RouterConfig,
     SidecarConfig,
 )
 from pdcluster_protocol.errors import ConfigError
-from pdcluster_protocol.ids import Role
+from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.limits import Timeouts
+from pdcluster_protocol.sizing import BUILTIN_CONFIGS
 from pdcluster_protocol.topology import Parallelism
 
 FINGERPRINT_VERSION = 1
@@ -40,11 +43,13 @@ prefill has work ahead of it."""
 
 
 class PodPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One pod: a sidecar and one engine process per DP rank."""
+    """One pod: a sidecar and one engine process for each of its DP ranks."""
 
     instance: str
     role: Role
     ordinal: int
+    node: int = 0
+    """Which pod of the replica; 0 leads."""
     sidecar: SidecarConfig
     engines: tuple[EngineConfig, ...]
 
@@ -70,12 +75,14 @@ def make_plan(cluster: PDCluster) -> Plan:
         ConfigError: for what the types allow but this version cannot run, naming the field.
     """
     require_supported(cluster)
+    _require_known_model(cluster)
     arguments = {role: _arguments(cluster, role) for role in Role}
     fingerprint = _fingerprint(cluster, arguments)
     pods = tuple(
-        _pod(cluster, role, ordinal, arguments=arguments[role], fingerprint=fingerprint)
+        _pod(cluster, sidecar, ordinal, arguments=arguments[role])
         for role in Role
         for ordinal in range(_role(cluster, role).replicas)
+        for sidecar in _sidecars(cluster, role, ordinal, fingerprint=fingerprint)
     )
     return Plan(
         cluster=cluster.name,
@@ -130,34 +137,55 @@ def _timeouts(cluster: PDCluster) -> Timeouts:
     return Timeouts(**{name: float(getattr(timeouts, name)) for name in Timeouts.__struct_fields__})
 
 
-def _pod(
-    cluster: PDCluster,
-    role: Role,
-    ordinal: int,
-    *,
-    arguments: NativeArguments,
-    fingerprint: str,
-) -> PodPlan:
+def _require_known_model(cluster: PDCluster) -> None:
+    source = cluster.spec.model.source
+    name = source.removeprefix("builtin://")
+    if name != source and name not in BUILTIN_CONFIGS:
+        known = ", ".join(f"builtin://{each}" for each in sorted(BUILTIN_CONFIGS))
+        raise ConfigError(f"spec.model.source is {source!r}; there are {known}")
+
+
+def _sidecars(
+    cluster: PDCluster, role: Role, ordinal: int, *, fingerprint: str
+) -> Iterator[SidecarConfig]:
+    """One for each pod of a replica."""
     spec = cluster.spec
-    instance = names.instance_name(cluster.name, role, ordinal)
-    parallel = Parallelism(**_role(cluster, role).parallel.model_dump())
-    sidecar = SidecarConfig(
-        cluster=cluster.name,
-        instance=instance,
-        role=role,
-        host="",
-        link_path=LINK_PATH,
-        keys_folder=KEYS_FOLDER,
-        interop=spec.security.interop,
-        parallel=parallel,
-        allocation=spec.kv.allocation,
-        fingerprint=fingerprint,
-        timeouts=_timeouts(cluster),
-    )
+    nodes = _role(cluster, role).nodes
+    for node in range(nodes):
+        yield SidecarConfig(
+            cluster=cluster.name,
+            instance=names.instance_name(cluster.name, role, ordinal),
+            role=role,
+            host="",
+            link_path=LINK_PATH,
+            keys_folder=KEYS_FOLDER,
+            interop=spec.security.interop,
+            parallel=Parallelism(**_role(cluster, role).parallel.model_dump()),
+            allocation=spec.kv.allocation,
+            fingerprint=fingerprint,
+            timeouts=_timeouts(cluster),
+            nodes=nodes,
+            node=node,
+            leader=RankAddress("", SIDECAR_HTTP_PORT) if node else None,
+        )
+
+
+def _pod(
+    cluster: PDCluster, sidecar: SidecarConfig, ordinal: int, *, arguments: NativeArguments
+) -> PodPlan:
+    share = sidecar.parallel.dp // sidecar.nodes
     engines = tuple(
-        _engine(cluster, sidecar, arguments, dp_rank=dp_rank) for dp_rank in range(parallel.dp)
+        _engine(cluster, sidecar, arguments, dp_rank=dp_rank)
+        for dp_rank in range(sidecar.node * share, (sidecar.node + 1) * share)
     )
-    return PodPlan(instance=instance, role=role, ordinal=ordinal, sidecar=sidecar, engines=engines)
+    return PodPlan(
+        instance=sidecar.instance,
+        role=sidecar.role,
+        ordinal=ordinal,
+        node=sidecar.node,
+        sidecar=sidecar,
+        engines=engines,
+    )
 
 
 def _engine(

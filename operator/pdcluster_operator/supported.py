@@ -64,10 +64,11 @@ def _cache_refusals(kv: KV) -> Iterator[str]:
 
 
 def _role_refusals(role: Role, spec: RoleSpec) -> Iterator[str]:
-    if spec.nodes != 1:
+    parallel = Parallelism(**spec.parallel.model_dump())
+    if parallel.dp % spec.nodes != 0:
         yield (
-            f"spec.{role}.nodes is {spec.nodes}; engine native runs a replica on one node: use 1"
-            " and more replicas"
+            f"spec.{role}.nodes is {spec.nodes} and spec.{role}.parallel.dp is {parallel.dp}; a pod"
+            " holds whole DP ranks: make dp a multiple of nodes, or use more replicas"
         )
 
 

@@ -119,7 +119,7 @@ def _ports(plan: Plan) -> Iterator[tuple[str, int, str]]:
     fix = "end what listens there (on this address or on all)"
     for pod in plan.pods:
         yield pod.sidecar.host, pod.sidecar.http_port, fix
-        for index in range(pod.sidecar.parallel.rank_count):
-            yield pod.sidecar.host, pod.sidecar.control_port + index, fix
+        for port in pod.sidecar.control_ports:
+            yield pod.sidecar.host, port, fix
         for engine in pod.engines:
             yield engine.host, engine.http_port, fix

@@ -132,11 +132,13 @@ def _router(config: RouterConfig, folder: Path) -> ProcessSpec:
 
 def _sidecar(pod: PodPlan, folder: Path) -> ProcessSpec:
     config = pod.sidecar
-    path = _config(folder, f"{config.instance}-sidecar", config)
-    last = config.control_port + config.parallel.rank_count - 1
-    control = f"{config.control_port}-{last}" if last > config.control_port else str(last)
+    # A replica of one pod has one sidecar, which needs no number.
+    name = f"sidecar-{config.node}" if config.node else "sidecar"
+    path = _config(folder, f"{config.instance}-{name}", config)
+    ports = config.control_ports
+    control = f"{ports[0]}-{ports[-1]}" if len(ports) > 1 else str(ports[0])
     return ProcessSpec(
-        name=f"{config.instance}/sidecar",
+        name=f"{config.instance}/{name}",
         kind="sidecar",
         argv=(*_module("pdcluster_sidecar"), "--config", path),
         config=path,

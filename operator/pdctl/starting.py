@@ -87,7 +87,8 @@ def _steps(spec: RunSpec) -> list[Step]:
 def _ready_text(process: ProcessSpec) -> str:
     match process.kind:
         case "sidecar":
-            return f"{process.role} {process.instance} is ready: all ranks have joined"
+            which = process.name.removeprefix(f"{process.instance}/sidecar").replace("-", " pod ")
+            return f"{process.role} {process.instance}{which} is ready: all ranks have joined"
         case "router":
             return f"router {process.instance} is ready: it has a pair"
         case _:

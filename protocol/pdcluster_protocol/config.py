@@ -13,7 +13,7 @@ import msgspec
 
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.fault_plan import require_faults
-from pdcluster_protocol.ids import Role
+from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.limits import Timeouts
 from pdcluster_protocol.topology import Parallelism
 from pdcluster_protocol.undecodable import UNDECODABLE
@@ -50,6 +50,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_context: int
     page_size: int = 64
     dtype: str = "auto"
+    """Of the cache; a plain type is also that of the weights."""
     mode: Literal["exact", "batched"] = "batched"
     chunk: int = 256
     """Prompt tokens per forward; part of the fingerprint."""
@@ -59,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Running decode sequences at most."""
     parallel: Parallelism = Parallelism()
     dp_rank: int = 0
+    rank_addresses: tuple[RankAddress, ...] = ()
+    """HTTP address of each DP rank of the instance; empty: our host, at the ports beside ours."""
     transport: Literal["mooncake", "local"] = "mooncake"
     transport_protocol: Literal["tcp", "rdma"] = "tcp"
     transport_port_min: int = 15000
@@ -108,6 +111,31 @@ class SidecarConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timeouts: Timeouts = Timeouts()
     model_folder: str = ""
     """Unused with engine `native`, which hands its tokenizer over the link."""
+    nodes: int = 1
+    """Pods of the instance; its DP ranks are spread over them evenly and in order."""
+    node: int = 0
+    """Which of them this one is; 0 leads."""
+    leader: RankAddress | None = None
+    """HTTP address of pod 0's sidecar, for all other pods."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.parallel.dp % self.nodes != 0:
+            raise ConfigError(
+                f"nodes is {self.nodes}; parallel.dp = {self.parallel.dp} must be a multiple of it"
+            )
+        if not 0 <= self.node < self.nodes:
+            raise ConfigError(f"node is {self.node}; it must be in [0, {self.nodes - 1}]")
+        if (self.leader is None) != (self.node == 0):
+            raise ConfigError(
+                f"leader is {self.leader} with node {self.node}; every pod but node 0 has one"
+            )
+
+    @property
+    def control_ports(self) -> range:
+        """Those of this pod's own ranks."""
+        share = self.parallel.rank_count // self.nodes
+        first = self.control_port + self.node * share
+        return range(first, first + share)
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,9 +1,17 @@
-"""One instance as its own sidecar knows it: who joined, which incarnation, who may pair with it.
+"""One instance as its own sidecars know it: who joined, which incarnation, who may pair with it.
 
 The ranks join over their links. The first to join decides the incarnation: the one it carries (the
 sidecar was restarted under living ranks), or a fresh one. The death of any rank ends the instance,
 since one rank's pages are a part of everybody's: all ranks are forgotten, the incarnation never
 comes back, and whoever joins next begins a new one.
+
+An instance of several *pods* has its DP ranks spread over them in order. Its first pod (node 0)
+leads: its `InstanceNode` holds the ranks of all pods and is what the world sees. Each other pod has
+an `InstanceNode` of its own ranks, which join there only with the leader's word.
+
+A death is not always seen: a sidecar may be away when it happens. So a rank that greets *afresh*,
+without an incarnation, tells of the death of the one that was in its place; and while the present
+incarnation was only adopted from living ranks by a restarted sidecar, any fresh rank does.
 """
 
 from __future__ import annotations
@@ -13,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from pdcluster_protocol.control_api import LoadReport
+from pdcluster_protocol.control_api import LoadReport, PodCard
 from pdcluster_protocol.errors import LayoutMismatch, Reason
 from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.limits import Limits
@@ -48,12 +56,30 @@ class InstancePlan(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int
     session: str
     """Of the sidecar process."""
+    nodes: int = 1
+    """Pods; the DP ranks are spread over them evenly and in order."""
+    node: int = 0
+    """Which of them this one is; 0 leads."""
 
-    def address(self, coordinate: RankCoordinate) -> RankAddress:
+    @property
+    def pod(self) -> PodCard:
+        """This pod."""
+        return PodCard(self.node, self.http, self.session)
+
+    @property
+    def rank_count(self) -> int:
+        """How many ranks this pod waits for: the leader for all, another for its own."""
+        count = self.parallel.rank_count
+        return count if self.node == 0 else count // self.nodes
+
+    def node_of(self, coordinate: RankCoordinate) -> int:
+        """The pod of a rank."""
+        return coordinate.dp * self.nodes // self.parallel.dp
+
+    def address(self, coordinate: RankCoordinate, pod: PodCard | None = None) -> RankAddress:
         """Where this rank's control messages are received."""
-        return RankAddress(
-            self.http.host, self.control_port + coordinate.control_index(self.parallel)
-        )
+        host = (pod or self.pod).http.host
+        return RankAddress(host, self.control_port + coordinate.control_index(self.parallel))
 
 
 class Member(msgspec.Struct):
@@ -65,47 +91,104 @@ class Member(msgspec.Struct):
     loops: int
     moved_at: float
     """When its loop counter last moved."""
+    pod: PodCard
 
 
 class InstanceNode:
     """The ranks of one instance."""
 
-    __slots__ = ("_dead", "_limits", "_plan", "draining", "incarnation", "members", "tokenizer")
+    __slots__ = (
+        "_adopted",
+        "_dead",
+        "_heard_at",
+        "_limits",
+        "_plan",
+        "draining",
+        "incarnation",
+        "members",
+        "tokenizer",
+    )
 
     def __init__(self, plan: InstancePlan, limits: Limits) -> None:
         self._plan = plan
         self._limits = limits
         self._dead: deque[str] = deque(maxlen=DEAD_INCARNATIONS_MAX)
+        self._adopted = False
+        """The present incarnation was brought by a living rank, not begun here."""
+        self._heard_at: dict[int, float] = {}
+        """When each other pod last reported, by node."""
         self.incarnation = ""
         self.draining = False
         self.members: dict[RankCoordinate, Member] = {}
         self.tokenizer: tuple[str, dict[str, bytes]] = ("", {})
         """Digest and files, from the rank that joined last."""
 
-    def join(self, hello: EngineHello, *, minted: str, now: float) -> HelloAnswer:
-        """A rank says hello; `minted` is a fresh incarnation in case one is needed."""
-        refused = self._refusal(hello)
-        address = self._plan.address(hello.coordinate)
+    def proves_death(self, hello: EngineHello) -> str:
+        """How this hello shows that the present incarnation has ended unseen; "" if it does not."""
+        if hello.incarnation or not self.incarnation or self._misfit(hello, None):
+            return ""
+        place = _place(hello.coordinate)
+        if hello.coordinate in self.members:
+            return f"rank {place} has started anew"
+        if self._adopted:
+            return f"rank {place} has started anew while this sidecar was away"
+        return ""
+
+    def join(
+        self, hello: EngineHello, *, minted: str, now: float, pod: PodCard | None = None
+    ) -> HelloAnswer:
+        """A rank says hello; `minted` is a fresh incarnation in case one is needed.
+
+        `pod` is another pod that the rank is in. A hello that `proves_death` is to be asked about
+        first.
+        """
+        pod = pod or self._plan.pod
+        refused = self.refusal(hello, node=pod.node)
+        address = self._plan.address(hello.coordinate, pod)
         if refused:
             return HelloAnswer("", address, refused)
         if not self.incarnation:
-            known = hello.incarnation and hello.incarnation not in self._dead
-            self.incarnation = hello.incarnation if known else minted
+            self._adopted = bool(hello.incarnation)
+            self.incarnation = hello.incarnation or minted
         if hello.tokenizer_files:
             self.tokenizer = (hello.tokenizer_digest, dict(hello.tokenizer_files))
         slim = msgspec.structs.replace(hello, tokenizer_files={})
-        self.members[hello.coordinate] = Member(slim, Load(), 0, now)
+        self.members[hello.coordinate] = Member(slim, Load(), 0, now, pod)
+        if pod.node != self._plan.node:
+            self._heard_at[pod.node] = now
         return HelloAnswer(self.incarnation, address)
 
     def lose(self, coordinate: RankCoordinate) -> str:
         """A rank's link closed; gives the incarnation that ended with it, or "" if none did."""
-        if coordinate not in self.members:
-            return ""
+        return self.end() if coordinate in self.members else ""
+
+    def end(self) -> str:
+        """The instance died; gives the incarnation that ended."""
         ended = self.incarnation
-        self._dead.append(ended)
+        if ended:
+            self._dead.append(ended)
         self.members.clear()
+        self._heard_at.clear()
         self.incarnation = ""
+        self._adopted = False
         return ended
+
+    def is_dead(self, incarnation: str) -> bool:
+        """Whether this incarnation ended here."""
+        return incarnation in self._dead
+
+    def heard(self, node: int, now: float) -> None:
+        """Another pod reported; one without a rank here is not waited for."""
+        if node in self._heard_at:
+            self._heard_at[node] = now
+
+    def gone(self, now: float) -> str:
+        """Which pod has been silent for so long that it counts as dead, in words; "" for none."""
+        seconds = self._limits.dead_after_seconds
+        for node, heard_at in sorted(self._heard_at.items()):
+            if now >= heard_at + seconds:
+                return f"pod {node} has been silent for {seconds:g} s"
+        return ""
 
     def pulse(self, coordinate: RankCoordinate, pulse: Pulse, now: float) -> None:
         """A rank's loop counter and load."""
@@ -116,16 +199,25 @@ class InstanceNode:
             member.loops, member.moved_at = pulse.loops, now
         member.load = pulse.load
 
+    def pulses(self) -> tuple[tuple[RankCoordinate, Pulse], ...]:
+        """The last word of each rank, to be passed on."""
+        return tuple(
+            (coordinate, Pulse(member.loops, member.load))
+            for coordinate, member in sorted(self.members.items())
+        )
+
     def unready(self, now: float) -> str:
         """Why this instance cannot serve a request now; "" when it can."""
-        expected = self._plan.parallel.rank_count
+        expected = self._plan.rank_count
         if len(self.members) < expected:
             return f"{len(self.members)} of {expected} ranks are linked"
+        for node, heard_at in sorted(self._heard_at.items()):
+            if now >= heard_at + self._limits.unknown_after_seconds:
+                return f"pod {node} has been silent for {now - heard_at:.1f} s"
         for coordinate, member in sorted(self.members.items()):
             if now >= member.moved_at + self._limits.unknown_after_seconds:
                 age = now - member.moved_at
-                place = tuple(msgspec.to_builtins(coordinate))
-                return f"the loop of rank {place} has not moved for {age:.1f} s"
+                return f"the loop of rank {_place(coordinate)} has not moved for {age:.1f} s"
         return "this instance is draining" if self.draining else ""
 
     def loops(self) -> tuple[int, ...]:
@@ -154,7 +246,13 @@ class InstanceNode:
             session=plan.session,
             http=plan.http,
             ranks=tuple(
-                RankCard(coordinate, plan.address(coordinate), member.hello.http_port)
+                RankCard(
+                    coordinate,
+                    plan.address(coordinate, member.pod),
+                    member.hello.http_port,
+                    # Of its own pod's sidecar, where that is not the one who speaks.
+                    session="" if member.pod.session == plan.session else member.pod.session,
+                )
                 for coordinate, member in members
             ),
             parallel=plan.parallel,
@@ -168,7 +266,11 @@ class InstanceNode:
             draining=self.draining,
         )
 
-    def _refusal(self, hello: EngineHello) -> str:
+    def refusal(self, hello: EngineHello, *, node: int | None = None) -> str:
+        """Why such a rank is none of this instance, or none of that pod; "" if it is."""
+        return self._misfit(hello, node) or self._stale(hello)
+
+    def _misfit(self, hello: EngineHello, node: int | None) -> str:
         plan = self._plan
         first = next(iter(self.members.values()), None)
         fingerprint = plan.fingerprint or (first.hello.fingerprint if first else hello.fingerprint)
@@ -186,12 +288,26 @@ class InstanceNode:
         for name, size in ranges.items():
             if not 0 <= getattr(place, name) < size:
                 return f"coordinate.{name} is {getattr(place, name)}; it must be in [0, {size - 1}]"
+        if node is not None and plan.node_of(place) != node:
+            return f"coordinate.dp is {place.dp}; that rank belongs to pod {plan.node_of(place)}"
         if first is not None:
             try:
                 first.hello.layout.require_compatible(hello.layout)
             except LayoutMismatch as error:
                 return f"layout differs from the other ranks': {error.detail}"
         return ""
+
+    def _stale(self, hello: EngineHello) -> str:
+        """Only a fresh process may take part in what follows an incarnation's end."""
+        said = hello.incarnation
+        if said and (said in self._dead or self.incarnation not in ("", said)):
+            return f"incarnation {said} has ended; start anew"
+        return ""
+
+
+def _place(coordinate: RankCoordinate) -> tuple[int, ...]:
+    """As it is written in messages."""
+    return tuple(msgspec.to_builtins(coordinate))
 
 
 def pairing_refusal(ours: InstanceCard, theirs: InstanceCard) -> tuple[Reason, str] | None:

@@ -226,7 +226,9 @@ class RankCard(msgspec.Struct, frozen=True):
     address: RankAddress
     """Control channel (ZMQ PULL)."""
     http_port: int
-    """The engine's HTTP port of this rank's DP rank."""
+    """The engine's HTTP port of this rank's DP rank, on the same host."""
+    session: str = ""
+    """Of the sidecar of its pod; empty: that of the card."""
 
 
 class Load(msgspec.Struct, frozen=True):

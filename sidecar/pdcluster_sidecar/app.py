@@ -13,7 +13,7 @@ from pdcluster_protocol.config import SidecarConfig
 from pdcluster_protocol.errors import PDClusterError, Unauthorized, WireError
 from pdcluster_sidecar.ranks import Ranks
 from pdcluster_sidecar.relay import Relay
-from pdcluster_sidecar.routes import control, health, registry
+from pdcluster_sidecar.routes import control, health, pods, registry
 from pdcluster_sidecar.telemetry import Metrics
 
 BODY_BYTES_MAX: Final = 4 << 20
@@ -41,6 +41,7 @@ def build_app(
     health.add(app, ranks, metrics)
     registry.add(app, ranks.registry)
     control.add(app, ranks=ranks, relay=relay, metrics=metrics, signer=signer)
+    pods.add(app, ranks=ranks, relay=relay, signer=signer)
     return app
 
 

@@ -97,6 +97,25 @@ class SidecarClient:
             raise WireError(f"{address} signs as another session than its card names")
         return card
 
+    async def tell_leader(self, address: RankAddress, path: str, body: bytes) -> tuple[str, bytes]:
+        """Call the leading pod of our instance; gives the session that answered, and its answer.
+
+        Raises:
+            Unreachable: no connection or no answer within the deadline.
+            Refused: the leader says no.
+            Unauthorized: the answer is not signed with a key of ours.
+        """
+        request = self._signer.sign("POST", path, body, authority=str(address))
+        status, raw, header = await self._call("POST", address, path, body, request)
+        if status != 200:
+            said = raw[:200].decode("utf-8", "replace")
+            raise Refused(
+                f"the leader at {address} answers {path} with {status}: {said}",
+                status=status,
+                reason=Reason.PEER_FAILED,
+            )
+        return self._verifier.verify_answer(header, request, raw), raw
+
     async def plain_card(self, address: RankAddress) -> InstanceCard:
         """Make a card of what a plain SGLang registry tells; only where interop allows it.
 

@@ -30,6 +30,7 @@ async def beat(relay: Relay, metrics: Metrics) -> None:
         pinging = now >= ping_at
         if pinging:
             ping_at = now + limits.ping_seconds
+        relay.check_pods()
         for peer in relay.peers.all():
             _attend(relay, peer, now, pinging=pinging)
         for gone in relay.peers.expire(now):

@@ -8,6 +8,7 @@ to it ends with it, so a restarted peer behind an old address is met anew.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from typing import Final
 
 from pdcluster_protocol.errors import Overloaded
@@ -24,7 +25,7 @@ ALIASES_MAX: Final = 4096
 class Peer:
     """One incarnation of a peer instance."""
 
-    __slots__ = ("addresses", "card", "died_at", "draining", "greeted_at", "node", "told")
+    __slots__ = ("card", "died_at", "draining", "greeted_at", "node", "sessions", "told")
 
     def __init__(self, card: InstanceCard, limits: Limits, *, now: float) -> None:
         self.node = PeerNode(card.incarnation, limits, now=now)
@@ -37,10 +38,22 @@ class Peer:
     def update(self, card: InstanceCard, now: float) -> None:
         """The same incarnation said hello again, maybe from a restarted sidecar."""
         self.card = card
-        self.addresses = frozenset(rank.address for rank in card.ranks)
+        self.sessions = {rank.address: rank.session or card.session for rank in card.ranks}
+        """Of the sidecar behind each rank's address: an instance may have several pods."""
         self.draining = card.draining
         self.greeted_at = now
         self.node.heard(now)
+
+    @property
+    def addresses(self) -> Collection[RankAddress]:
+        """Where its ranks are reached."""
+        return self.sessions.keys()
+
+    @property
+    def control(self) -> RankAddress:
+        """Where its own sidecar, which speaks for all of its pods, is reached."""
+        leading = (a for a, session in self.sessions.items() if session == self.card.session)
+        return next(leading, self.card.ranks[0].address)
 
     @property
     def state(self) -> PeerState:
@@ -107,8 +120,12 @@ class PeerTable:
         return tuple(self._by_instance.values())
 
     def of_session(self, session: str) -> Peer | None:
-        """Whose sidecar this session is."""
+        """Whose sidecar, in whichever of its pods, this session is."""
         return self._by_session.get(session)
+
+    def of_incarnation(self, incarnation: str) -> Peer | None:
+        """Whose present incarnation this is."""
+        return next((p for p in self.all() if p.card.incarnation == incarnation), None)
 
     def of_rank(self, address: RankAddress) -> Peer | None:
         """Who has a rank at this address."""
@@ -132,13 +149,15 @@ class PeerTable:
         return dict(Counter(peer.state for peer in self._by_instance.values()))
 
     def _link(self, peer: Peer) -> None:
-        self._by_session[peer.card.session] = peer
+        for session in (peer.card.session, *peer.sessions.values()):
+            self._by_session[session] = peer
         for address in peer.addresses:
             self._by_address[address] = peer
 
     def _unlink(self, peer: Peer) -> None:
-        if self._by_session.get(peer.card.session) is peer:
-            del self._by_session[peer.card.session]
+        for session in (peer.card.session, *peer.sessions.values()):
+            if self._by_session.get(session) is peer:
+                del self._by_session[session]
         for address in peer.addresses:
             if self._by_address.get(address) is peer:
                 del self._by_address[address]

@@ -2,18 +2,24 @@
 
 A rank is identified by its link. When a link closes its process is dead, and with it the instance:
 the other links are closed too, since their engines' rooms have been declared dead to every peer.
+
+In an instance of several pods the leader lets in the ranks of all of them. Another pod's sidecar
+holds the links of its own ranks and passes their hellos on; until the leader's word comes a rank
+waits. Whatever is said to all ranks is said to the other pods' too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import Final, Protocol, assert_never
+from typing import Final, NamedTuple, Protocol, assert_never
 
+from pdcluster_protocol.control_api import PodCard
 from pdcluster_protocol.errors import PDClusterError
 from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.instance import InstanceNode, InstancePlan
 from pdcluster_protocol.messages import (
+    CancelLeg,
     DumpAnswered,
     DumpRequested,
     EngineHello,
@@ -22,9 +28,10 @@ from pdcluster_protocol.messages import (
     Inbound,
     InstanceCard,
     Outbound,
+    PeerChanged,
     Pulse,
     Resolve,
-    SidecarToEngine,
+    Resolved,
 )
 from pdcluster_protocol.push.registration import registration_of
 from pdcluster_protocol.push.registry import RegistryNode
@@ -32,11 +39,19 @@ from pdcluster_protocol.sidecar_messages import InstanceDied
 from pdcluster_protocol.topology import RankCoordinate
 from pdcluster_sidecar.context import Context
 from pdcluster_sidecar.link import Link
+from pdcluster_sidecar.pods import Pods
 from pdcluster_sidecar.telemetry import Dropped
 
 HELLO_AGAIN_SECONDS: Final = 0.1
 HELLO_TRIES: Final = 10
 DUMP_SECONDS: Final = 2.0
+
+
+class Asker(Protocol):
+    """Where the answer to a question goes."""
+
+    def send(self, message: Resolved) -> bool:
+        """Queue the answer; False when it cannot be taken."""
 
 
 class RankListener(Protocol):
@@ -45,18 +60,44 @@ class RankListener(Protocol):
     def outbound(self, outbound: Outbound) -> None:
         """A rank sends a message to a peer's rank."""
 
-    def asked(self, link: Link, address: RankAddress) -> None:
+    def asked(self, asker: Asker, address: RankAddress) -> None:
         """A rank asks who is at this bootstrap address."""
 
     def died(self, death: InstanceDied) -> None:
         """The instance ended."""
+
+    def renewed(self) -> None:
+        """A rank came again through another sidecar of ours."""
+
+
+class Upstream(Protocol):
+    """The leader, as a pod that does not lead sees it."""
+
+    def wake(self) -> None:
+        """There is something to tell."""
+
+    def unready(self) -> str:
+        """Why the leader cannot be relied on now; "" when it can."""
+
+
+class Waiting(NamedTuple):
+    """A rank that has said hello and waits for the leader's word."""
+
+    link: Link
+    hello: EngineHello
 
 
 class Ranks:
     """The links of one instance; implements `LinkOwner`."""
 
     def __init__(self, context: Context) -> None:
-        self.instance = InstanceNode(_plan(context), context.limits)
+        self.plan = _plan(context)
+        self.instance = InstanceNode(self.plan, context.limits)
+        self.pods = Pods(context.session, context.metrics)
+        """The other pods; none unless this one leads several."""
+        self.upstream: Upstream | None = None
+        """The leader, where this pod does not lead."""
+        self.waiting: dict[RankCoordinate, Waiting] = {}
         self.registry = RegistryNode()
         self.listener: RankListener
         """Set before the first link can open."""
@@ -72,6 +113,11 @@ class Ranks:
     def card(self) -> InstanceCard:
         """Who we are."""
         return self.instance.card(self._loop.time())
+
+    def unready(self) -> str:
+        """Why this pod cannot serve a request now; "" when it can."""
+        why = self.instance.unready(self._loop.time())
+        return why or ("" if self.upstream is None else self.upstream.unready())
 
     # --- what links say -------------------------------------------------------------------------
 
@@ -100,26 +146,79 @@ class Ranks:
         coordinate = link.coordinate
         if coordinate is None or self._links.get(coordinate) is not link:
             return
-        ended = self.instance.lose(coordinate)
-        others = [other for other in self._links.values() if other is not link]
+        self._log.error("engine died", dp_rank=coordinate.dp, pid=link.pid, detail=detail)
+        del self._links[coordinate]
+        self.end(detail)
+
+    # --- membership -----------------------------------------------------------------------------
+
+    def join(self, hello: EngineHello, pod: PodCard | None = None) -> HelloAnswer:
+        """Let a rank in, or refuse it; `pod` is another pod that it is in."""
+        why = self.instance.proves_death(hello)
+        if why:
+            self.end(why)
+        before = self.instance.incarnation
+        known = self.instance.members.get(hello.coordinate)
+        answer = self.instance.join(
+            hello, minted=secrets.token_hex(8), now=self._loop.time(), pod=pod
+        )
+        if answer.refused:
+            return answer
+        if self._config.role is Role.PREFILL:
+            self._register(hello, answer, begin=before != answer.incarnation)
+        if pod is not None:
+            self._log.info(
+                "rank joined",
+                node=pod.node,
+                dp_rank=hello.coordinate.dp,
+                incarnation=answer.incarnation,
+            )
+            if known is not None and known.pod.session != pod.session:
+                self.listener.renewed()
+        return answer
+
+    def answered(self, coordinate: RankCoordinate, answer: HelloAnswer, *, session: str) -> None:
+        """The leader's word on a rank that waits, whose process has this session."""
+        link, hello = self.waiting[coordinate]
+        if hello.session != session:
+            # Meanwhile another process greeted in its place; its own answer follows.
+            return
+        del self.waiting[coordinate]
+        if not link.open:
+            return
+        if not answer.refused:
+            if self.instance.incarnation not in ("", answer.incarnation):
+                self.end(f"the leader has begun incarnation {answer.incarnation}")
+            now = self._loop.time()
+            answer = self.instance.join(hello, minted=answer.incarnation, now=now)
+        self._admit(link, hello, answer)
+
+    def end(self, detail: str) -> None:
+        """The instance ended: tell its peers and its other pods, and end its other ranks."""
+        ended = self.instance.end()
+        links = list(self._links.values())
         self._links.clear()
         self._by_port.clear()
         self.registry.forget()
         self._metrics.set_ranks(0)
-        self._metrics.engine_deaths.inc()
-        # The peers first: every millisecond counts for those who wait for us.
-        self.listener.died(InstanceDied(ended, f"{self._config.instance}: {detail}"))
-        for other in others:
-            other.coordinate = None
-            other.close("another rank of the instance died")
-        self._log.error(
-            "engine died", dp_rank=coordinate.dp, incarnation=ended, pid=link.pid, detail=detail
-        )
+        if ended:
+            self._metrics.engine_deaths.inc()
+            # The peers first: every millisecond counts for those who wait for us.
+            self.listener.died(InstanceDied(ended, f"{self._config.instance}: {detail}"))
+            self._log.error("instance ended", incarnation=ended, detail=detail)
+        for link in links:
+            link.coordinate = None
+            link.close("another rank of the instance died")
 
     # --- what is said to them -------------------------------------------------------------------
 
-    def to_all(self, message: SidecarToEngine) -> int:
-        """Tell all own ranks; gives how many were told."""
+    def to_all(self, message: PeerChanged | CancelLeg) -> int:
+        """Tell all ranks of the instance; gives how many were told."""
+        self.pods.order(message)
+        return self.to_own(message) + len(self.instance.members) - len(self._links)
+
+    def to_own(self, message: PeerChanged | CancelLeg) -> int:
+        """Tell the ranks of this pod; gives how many were told."""
         sent = 0
         for link in self._links.values():
             if link.send(message):
@@ -140,6 +239,7 @@ class Ranks:
 
     async def dump(self) -> dict[RankCoordinate, bytes]:
         """What each rank says of itself, as JSON; ranks that do not answer in time are absent."""
+        others = asyncio.ensure_future(self.pods.dump(DUMP_SECONDS))
         waiting: dict[RankCoordinate, asyncio.Future[bytes]] = {}
         numbers = []
         for coordinate, link in self._links.items():
@@ -151,7 +251,8 @@ class Ranks:
             await asyncio.wait(waiting.values(), timeout=DUMP_SECONDS)
         for number in numbers:
             self._dumps.pop(number, None)
-        return {place: answer.result() for place, answer in waiting.items() if answer.done()}
+        own = {place: answer.result() for place, answer in waiting.items() if answer.done()}
+        return own | await others
 
     # --- details --------------------------------------------------------------------------------
 
@@ -174,13 +275,25 @@ class Ranks:
         if hello.coordinate in self._links:
             self._refuse(link, hello, f"rank {hello.coordinate} is linked already")
             return
-        before = self.instance.incarnation
-        answer = self.instance.join(hello, minted=secrets.token_hex(8), now=self._loop.time())
+        if self.upstream is None:
+            self._admit(link, hello, self.join(hello))
+        else:
+            self._pass_on(link, hello, self.upstream)
+
+    def _pass_on(self, link: Link, hello: EngineHello, upstream: Upstream) -> None:
+        refused = self.instance.refusal(hello, node=self.plan.node)
+        if refused:
+            self._refuse(link, hello, refused)
+            return
+        if hello.tokenizer_files:
+            self.instance.tokenizer = (hello.tokenizer_digest, dict(hello.tokenizer_files))
+        self.waiting[hello.coordinate] = Waiting(link, hello)
+        upstream.wake()
+
+    def _admit(self, link: Link, hello: EngineHello, answer: HelloAnswer) -> None:
         if answer.refused:
             self._refuse(link, hello, answer.refused)
             return
-        if self._config.role is Role.PREFILL:
-            self._register(hello, answer, begin=before != answer.incarnation)
         link.coordinate = hello.coordinate
         self._links[hello.coordinate] = link
         self._by_port[answer.address.port] = link
@@ -221,4 +334,6 @@ def _plan(context: Context) -> InstancePlan:
         http=RankAddress(config.host, config.http_port),
         control_port=config.control_port,
         session=context.session,
+        nodes=config.nodes,
+        node=config.node,
     )

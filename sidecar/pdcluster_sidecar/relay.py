@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from pdcluster_protocol.authentication import KeyRing
+from pdcluster_protocol.control_api import PeersKnown
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.instance import pairing_refusal
 from pdcluster_protocol.messages import (
@@ -28,15 +29,16 @@ from pdcluster_protocol.sidecar_messages import InstanceDied, Ping
 from pdcluster_sidecar.bus import Bus
 from pdcluster_sidecar.client import SidecarClient
 from pdcluster_sidecar.context import Context
-from pdcluster_sidecar.link import Link
 from pdcluster_sidecar.peers import Peer, PeerTable
-from pdcluster_sidecar.ranks import Ranks
+from pdcluster_sidecar.ranks import Asker, Ranks
 from pdcluster_sidecar.resolver import Resolver, told
 from pdcluster_sidecar.telemetry import Dropped
 
 LAST_WORDS_SECONDS: Final = (0.1, 0.3, 1.0)
 """When a death is told again; whoever knows it already ignores the repeat."""
 TASKS_MAX: Final = 4096
+PODS_KNOW_SECONDS: Final = 0.3
+"""A message that overtakes the news of its sender is dropped and comes again, so no more is due."""
 
 
 class Relay:
@@ -70,13 +72,13 @@ class Relay:
         )
 
     def start(self) -> None:
-        """Bind the control ports of all ranks.
+        """Bind the control ports of this pod's ranks.
 
         Raises:
             ConfigError: one is busy.
         """
-        for index in range(self._config.parallel.rank_count):
-            self._bus.bind(self._config.control_port + index)
+        for port in self._config.control_ports:
+            self._bus.bind(port)
 
     async def close(self) -> None:
         """End what is under way and close the sockets."""
@@ -97,28 +99,35 @@ class Relay:
         self._bus.send(
             outbound.to,
             outbound.message,
-            peer_session=None if peer is None else peer.card.session,
+            peer_session=None if peer is None else peer.sessions[outbound.to],
             incarnation=self._ranks.instance.incarnation,
         )
 
-    def asked(self, link: Link, address: RankAddress) -> None:
-        """A rank asks who is at this bootstrap address."""
+    def asked(self, asker: Asker, address: RankAddress) -> None:
+        """A rank, or another pod for one of its own, asks who is at this bootstrap address."""
         known = self.resolver.known(address)
         if known is not None:
-            link.send(known)
+            asker.send(known)
         else:
-            self._spawn(self._resolve(link, address))
+            self._spawn(self._resolve(asker, address))
+
+    def renewed(self) -> None:
+        """Another pod of ours has a new sidecar, which its peers' sidecars do not know yet."""
+        for peer in self.peers.all():
+            if peer.state is not PeerState.DEAD:
+                self._spawn(self.resolver.greet(peer))
 
     def died(self, death: InstanceDied) -> None:
         """Our instance ended: every peer learns it now, and again in case it was lost."""
+        self._ranks.pods.order(death)
         peers = [peer for peer in self.peers.all() if peer.state is not PeerState.DEAD]
         self._tell_death(peers, death)
         for seconds in LAST_WORDS_SECONDS:
             self._loop.call_later(seconds, self._tell_death, peers, death)
 
-    async def _resolve(self, link: Link, address: RankAddress) -> None:
+    async def _resolve(self, asker: Asker, address: RankAddress) -> None:
         answer = await self.resolver.resolve(address)
-        link.send(answer)
+        asker.send(answer)
         if answer.card is None:
             self._log.warning(
                 "peer not resolved", peer=str(address), reason=answer.reason, detail=answer.detail
@@ -146,6 +155,7 @@ class Relay:
             Overloaded: there are too many peers.
         """
         peer, changed = self.peers.meet(theirs, self._loop.time())
+        self._ranks.pods.order(PeersKnown((theirs,)))
         self.changed(theirs.instance, changed)
         return peer
 
@@ -164,6 +174,20 @@ class Relay:
             state=changed.state,
             detail=changed.detail,
         )
+
+    def living_cards(self) -> tuple[InstanceCard, ...]:
+        """Of all peers that are not dead."""
+        return tuple(p.card for p in self.peers.all() if p.state is not PeerState.DEAD)
+
+    def check_pods(self) -> None:
+        """End the instance if one of its pods has been silent for too long."""
+        gone = self._ranks.instance.gone(self._loop.time())
+        if gone:
+            self._ranks.end(gone)
+
+    async def pods_know(self) -> None:
+        """Wait, briefly, until our other pods have heard of every peer that was met."""
+        await self._ranks.pods.settled(PODS_KNOW_SECONDS)
 
     def ping(self, peer: Peer) -> None:
         """Tell a peer that we live, and whether our ranks move."""
@@ -243,8 +267,9 @@ class Relay:
             self._to_sidecar(peer, death, death.incarnation)
 
     def _to_sidecar(self, peer: Peer, message: Message, incarnation: str) -> None:
-        to = peer.card.ranks[0].address
-        self._bus.send(to, message, peer_session=peer.card.session, incarnation=incarnation)
+        self._bus.send(
+            peer.control, message, peer_session=peer.card.session, incarnation=incarnation
+        )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= TASKS_MAX:

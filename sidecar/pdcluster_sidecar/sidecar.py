@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import secrets
-from typing import Final
+from typing import Final, cast
 
 import structlog
 from aiohttp import web
@@ -17,10 +17,12 @@ from pdcluster_protocol.limits import Limits
 from pdcluster_sidecar.app import build_app
 from pdcluster_sidecar.client import SidecarClient
 from pdcluster_sidecar.context import Context
+from pdcluster_sidecar.follower import Follower, FollowerRelay
 from pdcluster_sidecar.heartbeat import beat
 from pdcluster_sidecar.link import LinkServer
 from pdcluster_sidecar.ranks import Ranks
 from pdcluster_sidecar.relay import Relay
+from pdcluster_sidecar.route_path import RoutePath
 from pdcluster_sidecar.server_log import server_logger
 from pdcluster_sidecar.telemetry import Metrics
 
@@ -47,7 +49,8 @@ class Sidecar:
         context = Context(config, signer.session, limits, self._metrics, log)
         self._client = SidecarClient(signer, verifier)
         self._ranks = Ranks(context)
-        self._relay = Relay(context, ring, client=self._client, ranks=self._ranks)
+        self._follower: Follower | None = None
+        self._relay = self._make_relay(context, ring)
         self._ranks.listener = self._relay
         self._links = LinkServer(config.link_path, self._ranks)
         app = build_app(
@@ -61,6 +64,22 @@ class Sidecar:
         self._runner = web.AppRunner(
             app, access_log=None, logger=server_logger(), shutdown_timeout=CLOSE_SECONDS
         )
+        self._route_path = RoutePath(
+            config, self._ranks.registry, verifier, library=self._library_connection
+        )
+        self._server: asyncio.Server | None = None
+
+    def _make_relay(self, context: Context, ring: KeyRing) -> Relay:
+        """The relay, and in a pod that does not lead also what speaks with the leader."""
+        leader, client, ranks = self._config.leader, self._client, self._ranks
+        if leader is None:
+            relay = Relay(context, ring, client=client, ranks=ranks)
+            ranks.pods.peers = relay.living_cards
+            return relay
+        follower_relay = FollowerRelay(context, ring, client=client, ranks=ranks, leader=leader)
+        self._follower = Follower(context, leader, client=client, ranks=ranks, relay=follower_relay)
+        ranks.upstream = self._follower
+        return follower_relay
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, or until a part of us fails.
@@ -70,7 +89,10 @@ class Sidecar:
         """
         try:
             await self._start()
-            heart = asyncio.create_task(beat(self._relay, self._metrics), name="heartbeat")
+            pulse = (
+                beat(self._relay, self._metrics) if self._follower is None else self._follower.run()
+            )
+            heart = asyncio.create_task(pulse, name="heartbeat")
             stopping = asyncio.create_task(stop.wait(), name="stop")
             await asyncio.wait({heart, stopping}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
@@ -88,9 +110,10 @@ class Sidecar:
         self._relay.start()
         await self._links.start()
         await self._runner.setup()
-        site = web.TCPSite(self._runner, config.host, config.http_port, backlog=512)
         try:
-            await site.start()
+            self._server = await asyncio.get_running_loop().create_server(
+                self._route_path, config.host, config.http_port, backlog=512
+            )
         except OSError as error:
             busy = error.errno == errno.EADDRINUSE
             what = "is busy" if busy else f"cannot be bound ({error.strerror})"
@@ -105,8 +128,15 @@ class Sidecar:
             link=config.link_path,
         )
 
+    def _library_connection(self) -> asyncio.Protocol:
+        # It is there since the set-up, which comes before the first connection.
+        return cast("web.Server", self._runner.server)()
+
     async def _close(self) -> None:
         await self._links.close()
+        if self._server is not None:
+            self._server.close()
+        self._route_path.close()
         await self._runner.cleanup()
         await self._relay.close()
         await self._client.close()

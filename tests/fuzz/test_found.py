@@ -50,6 +50,10 @@ FOUND: list[tuple[str, Parts]] = [
 ]
 
 
+def test_a_null_among_the_fields_of_generate_is_forwarded_as_none() -> None:
+    assert CHECKS["requests"]([b'{"text": "abc", "sampling_params": null, "rid": "q"}'])
+
+
 @pytest.mark.parametrize(("name", "parts"), FOUND)
 def test_what_was_found_once_is_refused(name: str, parts: Parts) -> None:
     assert not CHECKS[name](parts)

@@ -124,7 +124,10 @@ async def test_a_restarted_engine_is_a_new_incarnation_and_is_met_anew(pair: Pai
     refused = await resolve(pair)
     assert Reason.NOT_READY == refused.reason
 
-    engine = FakeEngine(pair.prefill.config, incarnation=old.incarnation)
+    late = FakeEngine(pair.prefill.config, incarnation=old.incarnation)
+    assert f"incarnation {old.incarnation} has ended; start anew" == (await late.open()).refused
+    await late.die()
+    engine = FakeEngine(pair.prefill.config)
     answer = await engine.open()
     assert answer.incarnation not in {"", old.incarnation}
     resolved = await resolve(pair)

@@ -12,15 +12,18 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
+
+import aiohttp
 
 from pdcluster_protocol.fault_plan import Fault, parse_fault_plan
-from support.cluster import PairCluster
+from pdcluster_protocol.ids import Role
+from support.cluster import TIMEOUT, PairCluster
 
 HONEST = "seed=1"
 MAX_CONTEXT = 1024
-PAGES = {"prefill": 160, "decode": 64}
-TIMEOUTS = {"abortSeconds": 2, "stallSeconds": 10}
+PAGES = {Role.PREFILL: 160, Role.DECODE: 64}
+TIMEOUTS = {"abortSeconds": 2, "stallSeconds": 20}
 
 
 class FaultyCluster(PairCluster):
@@ -31,6 +34,10 @@ class FaultyCluster(PairCluster):
         self.checksum = checksum
         self._plans = tempfile.TemporaryDirectory(prefix="plan")
         self.plan(HONEST)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
 
     def __exit__(
         self,
@@ -50,6 +57,16 @@ class FaultyCluster(PairCluster):
         fresh.write_text(text)
         fresh.replace(self._file)
 
+    async def server_information(self, role: Role) -> dict[str, Any]:
+        """What a role's engine says of itself to anybody."""
+        url = self.address(role, "engine")
+        async with (
+            aiohttp.ClientSession(timeout=TIMEOUT) as session,
+            session.get(f"{url}/server_info") as answer,
+        ):
+            shown: dict[str, Any] = await answer.json()
+            return shown
+
     @property
     def _file(self) -> Path:
         return Path(self._plans.name) / "plan"
@@ -61,8 +78,8 @@ class FaultyCluster(PairCluster):
         spec["kv"] = {"checksum": self.checksum}
         spec["timeouts"] |= TIMEOUTS
         for role, pages in PAGES.items():
-            kept = [arg for arg in spec[role]["args"] if not arg.startswith("--pages")]
-            spec[role]["args"] = [*kept, f"--pages={pages}"]
+            kept = [arg for arg in spec[role.value]["args"] if not arg.startswith("--pages")]
+            spec[role.value]["args"] = [*kept, f"--pages={pages}"]
         spec["prefill"]["args"].append(f"--faults=@{self._file}")
         return document
 

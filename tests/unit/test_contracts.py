@@ -49,7 +49,7 @@ PLANTED_IMPORTS = (
     ("sidecar/pdcluster_sidecar/__init__.py", "import pdcluster_engine", MEET),
     ("operator/pdctl/__init__.py", "import pdcluster_sidecar", "The command line starts"),
     ("sidecar/pdcluster_sidecar/__init__.py", "import kubernetes", "Only the operator"),
-    ("sidecar/pdcluster_sidecar/__init__.py", "import httptools", "Only the router's byte path"),
+    ("sidecar/pdcluster_sidecar/__init__.py", "import httptools", "Only the byte paths"),
     ("sidecar/pdcluster_sidecar/__init__.py", "import torch", "Only the engine may import torch"),
     ("engine/pdcluster_engine/__init__.py", "import mooncake.engine", "Only the transport may"),
     ("engine/pdcluster_engine/transport/__init__.py", "import torch", "The transport needs no"),

@@ -10,6 +10,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from pdcluster_engine.http.compute import Computation
+from pdcluster_engine.http.connections import CONNECTIONS, BoundedSite, Connections
 from pdcluster_engine.http.door import Door
 from pdcluster_engine.http.metrics import HttpMetrics
 from pdcluster_engine.http.refusals import error_answer, refuse
@@ -45,9 +46,12 @@ def build_app(
     metrics = HttpMetrics(config.role, registry)
     computation = Computation(engine, codec, config, door=door, metrics=metrics)
     surface = Surface(engine, config, door=door, metrics=metrics, aliases=computation.aliases)
+    connections = Connections()
     app = web.Application(
-        client_max_size=Limits().body_bytes_max, middlewares=[errors_have_one_shape]
+        client_max_size=Limits().body_bytes_max,
+        middlewares=[connections.mark, errors_have_one_shape, door.count],
     )
+    app[CONNECTIONS] = connections
 
     async def show_load(_request: web.Request, response: web.StreamResponse) -> None:
         response.headers[LOAD_HEADER] = msgspec.json.encode(engine.state().load).decode()
@@ -83,7 +87,8 @@ async def serve(app: web.Application, host: str, port: int) -> web.AppRunner:
     )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        connections = app.get(CONNECTIONS) or Connections()
+        await BoundedSite(runner, host, port, connections=connections).start()
     except OSError as error:
         await runner.cleanup()
         if error.errno == errno.EADDRINUSE:

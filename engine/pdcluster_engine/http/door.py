@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from aiohttp import web
 
+from pdcluster_engine.http.bodies import Bodies
 from pdcluster_protocol.authentication import HEADER, HttpVerifier, KeyRing, own_authorities
 from pdcluster_protocol.config import EngineConfig
-from pdcluster_protocol.errors import InvalidRequest, Unauthorized
+from pdcluster_protocol.errors import Unauthorized
 from pdcluster_protocol.requests import LegFields
 
 
 class Door:
     """Reads bodies and checks signatures for one server."""
 
-    __slots__ = ("_config", "_plain_peers_welcome", "_verifier")
+    __slots__ = ("_bodies", "_config", "_plain_peers_welcome", "_verifier")
 
     def __init__(self, config: EngineConfig, ring: KeyRing | None) -> None:
+        self._bodies = Bodies()
         self._config = config
         self._plain_peers_welcome = config.interop == "Allow"
         self._verifier = None if ring is None else HttpVerifier(ring)
+
+    @web.middleware
+    async def count(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Count a body no longer once its request has ended."""
+        try:
+            return await handler(request)
+        finally:
+            self._bodies.release(request)
 
     async def read(self, request: web.Request) -> tuple[bytes, bool]:
         """The body, and whether it was signed with the cluster's key.
 
         Raises:
-            InvalidRequest: the body cannot be decoded.
+            InvalidRequest: the body cannot be decoded, or is too slow.
+            Overloaded: too many bodies are under way.
             Unauthorized: a signature is there and is wrong.
             web.HTTPRequestEntityTooLarge: the body is over the server's bound.
         """
-        try:
-            body = await request.read()
-        except web.RequestPayloadError as error:
-            raise InvalidRequest(
-                f"the body is not what its headers say ({' '.join(str(error).split())});"
-                " send it plain, without content-encoding"
-            ) from error
+        body = await self._bodies.read(request)
         header = request.headers.get(HEADER)
         if header is None or self._verifier is None:
             return body, False

@@ -40,7 +40,7 @@ class Shard(msgspec.Struct, frozen=True):
 class RegionRows:
     """All rows of one region; a place is `page × page_size + row`, the same in every arena."""
 
-    __slots__ = ("_holders", "_shards", "device")
+    __slots__ = ("_holders", "_only", "_shards", "device")
 
     def __init__(self, shards: Sequence[Shard], *, heads: int, name: str) -> None:
         """Group the shards by the heads that they hold.
@@ -58,16 +58,22 @@ class RegionRows:
             message = f"region {name} has heads [0, {heads}); the ranks hold {held}"
             raise ValueError(message)
         self._holders = tuple(groups.values())
+        self._only = self._shards[0].rows if len(self._shards) == 1 else None
         self.device = self._shards[0].rows.device
 
     def store(self, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Put rows `[N, heads, width]` at `places` `[N]`, with every rank that holds a part."""
+        if self._only is not None:
+            self._only.index_copy_(0, places, rows)
+            return
         for shard in self._shards:
             part = rows[:, shard.first_head : shard.end_head]
             shard.rows.index_copy_(0, places, part)
 
     def gather(self, places: torch.Tensor) -> torch.Tensor:
         """The rows at `places`, `[N, heads, width]`."""
+        if self._only is not None:
+            return self._only.index_select(0, places)
         parts = [_in_turn(holders, places) for holders in self._holders]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

@@ -95,5 +95,6 @@ class LegBodies:
 
 
 def _without_own(raw: msgspec.Raw) -> dict[str, msgspec.Raw]:
-    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    # A `null` counts as absent, as it does for every other field.
+    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw] | None) or {}
     return {name: value for name, value in fields.items() if name not in OWN_SAMPLING}

@@ -63,6 +63,7 @@ class _Control:
                 reason=Reason.FINGERPRINT_MISMATCH,
             )
         body = msgspec.json.encode(self._relay.answer_hello(theirs))
+        await self._relay.pods_know()
         # Signed too, and bound to this request: the caller must know whom it trusts.
         signature = self._signer.sign_answer(request.headers[HEADER], body)
         return web.Response(body=body, content_type="application/json", headers={HEADER: signature})
@@ -73,7 +74,7 @@ class _Control:
         return _json(self._ranks.instance.load_report(now))
 
     async def abort(self, request: web.Request) -> web.Response:
-        """End one leg by its exact name, on every rank of this pod."""
+        """End one leg by its exact name, on every rank of this instance."""
         wanted = decode_body(await request.read(), AbortRequest)
         if not wanted.rid and wanted.key is None:
             raise InvalidRequest(
@@ -108,7 +109,8 @@ def _describe(
         "incarnation": card.incarnation,
         "session": card.session,
         "ready": card.ready,
-        "unready": ranks.instance.unready(now),
+        "node": ranks.plan.node,
+        "unready": ranks.unready(),
         "fingerprint": card.fingerprint,
         "registered": ranks.registry.registered,
         "peers": [_describe_peer(peer, now) for peer in relay.peers.all()],
@@ -118,6 +120,7 @@ def _describe(
                 "cp_rank": place.cp,
                 "tp_rank": place.tp,
                 "pp_rank": place.pp,
+                "node": member.pod.node,
                 "loops": member.loops,
                 "moved_seconds_ago": round(now - member.moved_at, 3),
                 "load": member.load,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 from aiohttp import web
 
@@ -19,7 +17,7 @@ def add(app: web.Application, ranks: Ranks, metrics: Metrics) -> None:
         return web.Response(text="OK")
 
     async def ready(_: web.Request) -> web.Response:
-        why = ranks.instance.unready(asyncio.get_running_loop().time())
+        why = ranks.unready()
         content = {"ready": not why, "detail": why, "incarnation": ranks.instance.incarnation}
         return web.Response(
             status=503 if why else 200,

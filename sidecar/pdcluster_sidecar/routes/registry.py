@@ -1,4 +1,7 @@
-"""SGLang's bootstrap paths over `RegistryNode`, with its codes and texts."""
+"""SGLang's bootstrap paths over `RegistryNode`, with its codes and texts.
+
+Plain requests to `/route` do not come here: `route_path` answers them.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,9 @@ from typing import Final
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from pdcluster_protocol.push.registration import RANKS_MAX
 from pdcluster_protocol.push.registry import Answer, RegistryNode
 
 PATHS: Final = frozenset({"/route", "/register_dp_rank", "/query_dp_ranks"})
-TARGETS_MAX: Final = 2 * RANKS_MAX
-"""Request targets whose answers are kept: one for each rank, with room for other spellings."""
 # Finished headers save the library from parsing and joining them for every answer.
 _JSON: Final = CIMultiDictProxy(CIMultiDict({"Content-Type": "application/json; charset=utf-8"}))
 _PLAIN: Final = CIMultiDictProxy(CIMultiDict({"Content-Type": "text/plain; charset=utf-8"}))
@@ -21,14 +21,13 @@ _PLAIN: Final = CIMultiDictProxy(CIMultiDict({"Content-Type": "text/plain; chars
 
 def add(app: web.Application, registry: RegistryNode) -> None:
     """Register the paths."""
-    known = _KnownAnswers(registry)
 
     async def route(request: web.Request) -> web.Response:
         match request.method:
             case "PUT":
                 return _response(registry.put_route(await request.read()))
             case "GET":
-                return known.response(request)
+                return _response(registry.get_route(request.query))
             case _:
                 # SGLang answers this text under a JSON content type, and so do we.
                 return web.Response(
@@ -46,28 +45,6 @@ def add(app: web.Application, registry: RegistryNode) -> None:
     app.router.add_route("*", "/route", route)
     app.router.add_post("/register_dp_rank", register_dp_rank)
     app.router.add_post("/query_dp_ranks", query_dp_ranks)
-
-
-class _KnownAnswers:
-    """Answers to `GET /route` by request target: decoders ask the same few again and again."""
-
-    def __init__(self, registry: RegistryNode) -> None:
-        self._registry = registry
-        self._changes = -1
-        self._bodies: dict[str, bytes] = {}
-
-    def response(self, request: web.Request) -> web.Response:
-        if self._changes != self._registry.changes or len(self._bodies) > TARGETS_MAX:
-            self._changes = self._registry.changes
-            self._bodies.clear()
-        target = request.raw_path
-        body = self._bodies.get(target)
-        if body is None:
-            answer = self._registry.get_route(request.query)
-            if answer.status != 200:
-                return _response(answer)
-            body = self._bodies[target] = answer.text.encode()
-        return web.Response(body=body, headers=_JSON)
 
 
 def _response(answer: Answer) -> web.Response:

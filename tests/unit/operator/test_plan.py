@@ -13,6 +13,7 @@ from pdcluster_operator.arguments import NativeArguments, parse_native_arguments
 from pdcluster_operator.place import Place, engine_count, place_locally, resolve_source
 from pdcluster_operator.plan import Plan, make_plan
 from pdcluster_protocol.errors import ConfigError
+from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.limits import Timeouts
 from pdcluster_protocol.topology import Parallelism
 from pdctl.plan_text import plan_yaml
@@ -154,7 +155,15 @@ def test_zero_replicas_on_both_sides_is_a_suspended_plan() -> None:
         ),
         ("spec.router.policy is PrefixAware", {"router": {"policy": "PrefixAware"}}),
         ("spec.router.bypassBelowTokens is 5", {"router": {"bypassBelowTokens": 5}}),
-        ("spec.decode.nodes is 2", {"decode": {"nodes": 2}}),
+        ("spec.decode.nodes is 2 and spec.decode.parallel.dp is 1", {"decode": {"nodes": 2}}),
+        (
+            "spec.prefill.nodes is 2 and spec.prefill.parallel.dp is 3",
+            {"prefill": {"nodes": 2, "parallel": {"tp": 3, "dp": 3}}},
+        ),
+        (
+            "spec.model.source is 'builtin://huge'; there are builtin://",
+            {"model": {"source": "builtin://huge", "servedName": "x", "maxContext": 64}},
+        ),
         ("spec.kv.allocation is PrefillComplete", {"kv": {"allocation": "PrefillComplete"}}),
         ("spec.kv.checksum is Sampled", {"kv": {"checksum": "Sampled"}}),
         ("spec.kv.dtype is fp8_e5m2; engine native knows auto", {"kv": {"dtype": "fp8_e5m2"}}),
@@ -242,6 +251,34 @@ def test_placing_tells_each_router_its_members_and_an_admin_port() -> None:
     assert not place_locally(planned(), PLACE).routers[0].port_shared
     assert [("local-prefill-0", "127.64.7.1", 8998), ("local-decode-0", "127.64.7.2", 8998)] == [
         (member.instance, member.host, member.sidecar_port) for member in placed.routers[0].members
+    ]
+
+
+def test_a_replica_of_several_pods_spreads_its_ranks_over_them_and_follows_its_first() -> None:
+    four = {"nodes": 2, "parallel": {"tp": 4, "dp": 4}}
+    plan = planned(prefill=four)
+    first, second, decode = plan.pods
+
+    assert [("local-prefill-0", 0), ("local-prefill-0", 1), ("local-decode-0", 0)] == [
+        (pod.instance, pod.node) for pod in plan.pods
+    ]
+    assert [[0, 1], [2, 3], [0]] == [[e.dp_rank for e in pod.engines] for pod in plan.pods]
+    assert [range(9000, 9002), range(9002, 9004)] == [
+        pod.sidecar.control_ports for pod in (first, second)
+    ]
+    assert planned(prefill={"parallel": four["parallel"]}).fingerprint == plan.fingerprint
+    ranges = msgspec.structs.replace(PLACE, transport_ranges=(1, 2, 3, 4, 5))
+    placed = place_locally(plan, ranges)
+    assert [None, RankAddress("127.64.7.1", 8998), None] == [
+        pod.sidecar.leader for pod in placed.pods
+    ]
+    ranks = ["127.64.7.1:30000", "127.64.7.1:30001", "127.64.7.2:30002", "127.64.7.2:30003"]
+    for pod in placed.pods[:2]:
+        for engine in pod.engines:
+            assert ranks == [str(address) for address in engine.rank_addresses]
+    assert () == decode.engines[0].rank_addresses
+    assert ["local-prefill-0", "local-decode-0"] == [
+        member.instance for member in placed.routers[0].members
     ]
 
 

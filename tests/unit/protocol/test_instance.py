@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdcluster_protocol.control_api import PodCard
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.instance import InstanceNode, InstancePlan, pairing_refusal
@@ -84,7 +85,39 @@ def test_the_death_of_one_rank_ends_the_instance_for_good() -> None:
     assert "i-1" == node.lose(RankCoordinate(dp=1))
     assert {} == node.members
     assert "" == node.lose(RankCoordinate(dp=0))
-    assert "i-3" == node.join(hello(0, incarnation="i-1"), minted="i-3", now=0.0).incarnation
+    assert node.is_dead("i-1")
+    late = node.join(hello(0, incarnation="i-1"), minted="i-3", now=0.0)
+    assert "incarnation i-1 has ended; start anew" == late.refused
+    assert {} == node.members
+    assert "i-3" == node.join(hello(0), minted="i-3", now=0.0).incarnation
+
+
+def test_a_rank_of_another_incarnation_does_not_join_the_present_one() -> None:
+    node = instance()
+    node.join(hello(0), minted="i-1", now=0.0)
+
+    assert "start anew" in node.join(hello(1, incarnation="old"), minted="i", now=0.0).refused
+    assert [RankCoordinate(dp=0)] == list(node.members)
+
+
+def test_a_fresh_rank_in_the_place_of_a_member_proves_its_death() -> None:
+    node = instance()
+    node.join(hello(0), minted="i-1", now=0.0)
+
+    assert "" == node.proves_death(hello(1))
+    assert "rank (0, 0, 0, 0) has started anew" == node.proves_death(hello(0))
+    assert "" == node.proves_death(hello(0, incarnation="i-1"))
+    assert "" == node.proves_death(hello(0, fingerprint="g"))
+
+
+def test_a_fresh_rank_beside_an_adopted_one_proves_a_death_that_nobody_saw() -> None:
+    node = instance()
+    node.join(hello(0, incarnation="old"), minted="i-1", now=0.0)
+
+    assert "while this sidecar was away" in node.proves_death(hello(1))
+    assert "" == node.proves_death(hello(1, incarnation="old"))
+    assert "old" == node.end()
+    assert "" == node.proves_death(hello(1))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +196,63 @@ def test_loads_are_one_per_dp_rank() -> None:
 
     assert [1, 2] == [load.pages_free for load in node.load_report(0.0).loads]
     assert (5, 5) == node.loops()
+
+
+FOUR = Parallelism(tp=4, dp=4)
+POD_1 = PodCard(1, RankAddress("127.64.0.2", 8998), "s-1")
+
+
+def test_a_pod_has_its_share_of_the_ranks_and_ports() -> None:
+    leader = plan(parallel=FOUR, nodes=2)
+    other = plan(parallel=FOUR, nodes=2, node=1, http=POD_1.http, session="s-1")
+
+    assert [0, 0, 1, 1] == [leader.node_of(RankCoordinate(dp=dp)) for dp in range(4)]
+    assert (4, 2) == (leader.rank_count, other.rank_count)
+    assert POD_1 == other.pod
+
+
+def test_the_card_of_several_pods_names_each_ranks_own_host_and_session() -> None:
+    node = instance(parallel=FOUR, nodes=2)
+    for dp in range(4):
+        pod = POD_1 if dp > 1 else None
+        node.join(hello(dp, parallel=FOUR), minted="i", now=0.0, pod=pod)
+    ranks = node.card(0.0).ranks
+
+    assert [
+        "127.64.0.1:9000",
+        "127.64.0.1:9001",
+        "127.64.0.2:9002",
+        "127.64.0.2:9003",
+    ] == [str(rank.address) for rank in ranks]
+    assert ["", "", "s-1", "s-1"] == [rank.session for rank in ranks]
+
+
+def test_a_rank_joins_from_its_own_pod_only() -> None:
+    node = instance(parallel=FOUR, nodes=2)
+
+    refused = node.join(hello(0, parallel=FOUR), minted="i", now=0.0, pod=POD_1).refused
+    assert "coordinate.dp is 0; that rank belongs to pod 0" == refused
+    refused = node.join(hello(2, parallel=FOUR), minted="i", now=0.0).refused
+    assert "coordinate.dp is 2; that rank belongs to pod 1" == refused
+
+
+def test_a_silent_pod_makes_the_instance_unready_and_then_ends_it() -> None:
+    node = instance(nodes=2)
+    node.join(hello(0), minted="i", now=0.0)
+    node.join(hello(1), minted="i", now=0.0, pod=POD_1)
+    for now in (1.0, 2.5, 9.0):
+        for dp in (0, 1):
+            node.pulse(RankCoordinate(dp=dp), Pulse(int(now * 10), Load()), now)
+    node.heard(1, 1.0)
+
+    assert "" == node.unready(2.9)
+    node.pulse(RankCoordinate(dp=0), Pulse(99, Load()), 3.0)
+    node.pulse(RankCoordinate(dp=1), Pulse(99, Load()), 3.0)
+    assert "pod 1 has been silent for 2.0 s" == node.unready(3.0)
+    assert "" == node.gone(10.9)
+    assert "pod 1 has been silent for 10 s" == node.gone(11.0)
+    assert "i" == node.end()
+    assert "" == node.gone(99.0)
 
 
 def test_the_tokenizer_is_kept_once() -> None:
