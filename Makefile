@@ -6,14 +6,16 @@ PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
 PINS := pyproject.toml constraints.txt
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 FUZZ_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help up test interop fuzz lint bench bench-peers clean
+.PHONY: help up test soak interop fuzz lint bench bench-peers clean
 
 help:
 	@echo "make up     install, start 1 prefill + 1 decode + router, send a first prompt, stay up (Ctrl-C ends it)"
 	@echo "make test   install, then all tests (PYTEST_ARGS='-k name' chooses)"
+	@echo "make soak   kill every process in turn and let clients leave, in the numbers of a release"
 	@echo "make interop  install routers of others into a cache of their own, and let them drive our pair"
 	@echo "make fuzz   hostile inputs for every port and codec (FUZZ_ARGS='--inputs 1000000')"
 	@echo "make lint   format, lint, types, import contracts (own small environment, no torch)"
@@ -26,6 +28,9 @@ up: .venv/.local
 
 test: .venv/.test
 	tools/test-all $(PYTEST_ARGS)
+
+soak: .venv/.test
+	PYTHONPATH=tests OMP_NUM_THREADS=1 .venv/bin/python -P -m soak $(SOAK_ARGS)
 
 interop: .venv/.test
 	@tools/interop-peers "$(PYTHON)"

@@ -42,6 +42,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     prefill_dp_rank: int | None = None
     budget_seconds: float | None = None
     attempt_known: bool = True
+    dp_rank: int | None = None
+    """The rank of this instance that computes it; None: whoever was asked."""
 
     @property
     def leg(self) -> str:

@@ -38,6 +38,7 @@ KEY_BYTES_MIN: Final = 16
 MAC_BYTES: Final = 32
 COUNTER_MAX: Final = (1 << 63) - 1
 HEADER_LENGTH_MAX: Final = 1024
+FRAMED_MAX: Final = 1024
 _VERSION: Final = "2"
 _ANSWER: Final = "answer"
 """What an answer has in place of an authority: it goes back where its request came from."""
@@ -144,12 +145,14 @@ class ReplayWindows:
 class HttpSigner:
     """Signs the requests, and the answers, of one process."""
 
-    __slots__ = ("_counter", "_ring", "session")
+    __slots__ = ("_counter", "_framed", "_ring", "session")
 
     def __init__(self, ring: KeyRing, session: str) -> None:
         _require_session(session)
         self._ring = ring
         self._counter = 0
+        self._framed: dict[tuple[str, str, str], bytes] = {}
+        """By method, authority and target: the part of the MAC's input that hardly changes."""
         self.session: Final = session
 
     def sign(self, method: str, target: str, body: bytes, *, authority: str) -> str:
@@ -158,16 +161,24 @@ class HttpSigner:
         `target` is the request target as it is sent: path and query, percent-encoded. `authority`
         is the server that it is sent to, `host:port` as it is dialled.
         """
-        self._counter += 1
-        key_id = self._ring.current
         place = _bare(authority)
-        fields = (method, place, target, self.session, self._counter)
-        mac = _http_mac(self._ring.key(key_id), fields, body)
-        return f"{_VERSION};{key_id};{self.session};{self._counter};{place};{mac}"
+        framed = self._framed.get((method, place, target))
+        if framed is None:
+            if len(self._framed) >= FRAMED_MAX:
+                self._framed.clear()
+            framed = _framed(method, place, target, self.session)
+            self._framed[method, place, target] = framed
+        return self._header(place, framed, body)
 
     def sign_answer(self, request: str, body: bytes) -> str:
         """The value of `HEADER` for the answer to the request that carried the header `request`."""
-        return self.sign("ANSWER", request, body, authority=_ANSWER)
+        return self._header(_ANSWER, _framed("ANSWER", _ANSWER, request, self.session), body)
+
+    def _header(self, place: str, framed: bytes, body: bytes) -> str:
+        self._counter += 1
+        key_id = self._ring.current
+        mac = _http_mac(self._ring.key(key_id), framed, self._counter, body)
+        return f"{_VERSION};{key_id};{self.session};{self._counter};{place};{mac}"
 
 
 class HttpVerifier:
@@ -219,8 +230,8 @@ class HttpVerifier:
         if not header:
             raise Unauthorized(f"header {HEADER} is missing; the request must be signed")
         key_id, session, counter, authority, mac = _split_header(header)
-        fields = (method, authority, target, session, counter)
-        expected = _http_mac(self._ring.key(key_id), fields, body)
+        framed = _framed(method, authority, target, session)
+        expected = _http_mac(self._ring.key(key_id), framed, counter, body)
         if not hmac.compare_digest(expected, mac):
             raise Unauthorized(
                 f"header {HEADER}: the MAC is wrong; key, method, target or body differ"
@@ -342,14 +353,15 @@ def _split_header(header: str) -> tuple[str, str, int, str, str]:
     return key_id, session, int(counter), authority, mac
 
 
-def _http_mac(key: bytes, fields: Iterable[str | int], body: bytes) -> str:
-    # Every field goes in with its length, so no two requests give the same bytes.
-    parts = [b"pd-http-2"]
-    for field in fields:
-        raw = str(field).encode("utf-8", "surrogateescape")
-        parts += (len(raw).to_bytes(8, "big"), raw)
-    parts.append(hashlib.sha256(body).digest())
-    return hmac.digest(key, b"".join(parts), "sha256").hex()
+def _framed(*fields: str) -> bytes:
+    """Every field with its length in front, so no two requests give the same bytes."""
+    raws = [field.encode("utf-8", "surrogateescape") for field in fields]
+    return b"".join([part for raw in raws for part in (len(raw).to_bytes(8, "big"), raw)])
+
+
+def _http_mac(key: bytes, framed: bytes, counter: int, body: bytes) -> str:
+    message = b"pd-http-2" + framed + _framed(str(counter)) + hashlib.sha256(body).digest()
+    return hmac.digest(key, message, "sha256").hex()
 
 
 def _frame_mac(key: bytes, frames: Iterable[bytes]) -> bytes:

@@ -79,7 +79,7 @@ def _forwarded(api: Api, parsed: ParsedRequest) -> None:
         # A leg carries one sequence, and the sampling's `n` is the router's own field.
         return
     for role in Role:
-        body = LegBodies(parsed).encode(role, KEY, prompt=SEQUENCE, pair=PAIR)
+        body = LegBodies(parsed).encode(role, KEY, rid="r", sequence=SEQUENCE, pair=PAIR)
         leg = parse_request(api, body, LIMITS)
         assert leg.leg is not None
         assert (KEY.room,) == leg.leg.rooms

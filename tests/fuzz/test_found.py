@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fuzz.catalogue import TARGETS
-from fuzz.files import BOMBS
+from fuzz.files import BOMBS, OBJECTS
 from fuzz.http import ROW
 from fuzz.link import HELLO
 from fuzz.mutation import Parts
@@ -39,6 +39,7 @@ def _impossible_hello() -> Parts:
 FOUND: list[tuple[str, Parts]] = [
     ("frames", _nested_trailer()),
     ("frames", [PLAIN[6][0], b"\x91" * DEEP]),
+    ("frames", [*PLAIN[2][:6], b"\1\0\0\0\4\0\0\0\7\0\0\0", *PLAIN[2][7:]]),
     ("seals", _nested_trailer()),
     ("link from engine", _impossible_hello()),
     ("registry", [_nested(msgspec.json.encode(ROW))]),
@@ -47,7 +48,14 @@ FOUND: list[tuple[str, Parts]] = [
     ("control", [_nested(b'{"rid": 1}')]),
     ("control", [b'{"parallel": {"tp": 0}}']),
     *(("objects", list(bomb)) for bomb in BOMBS),
+    ("objects", [OBJECTS[0] + b"  " + b"x" * 9000 + b": 1\n"]),
+    ("objects", [b"a: 1\n" * 2 + b"x" * 9000 + b": 1\n"]),
+    ("objects", [b"y" * 9000 + b": 1\n" + b"y" * 9000 + b": 2\n"]),
 ]
+
+
+def test_a_dummy_whose_lists_are_empty_has_no_state() -> None:
+    assert CHECKS["frames"]([*PLAIN[2][:6], b"\1\0\0\0\0\0\0\0", *PLAIN[2][7:]])
 
 
 def test_a_null_among_the_fields_of_generate_is_forwarded_as_none() -> None:

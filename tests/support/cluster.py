@@ -5,6 +5,9 @@
 
 Leaving the block runs `pdctl down`, and fails if any process logged a fault of its own: the engines
 check their invariants after every event and end loudly when one does not hold.
+
+Any other YAML file can be run as well (`PairCluster(spec=FILE)`), with as many pods, ranks and
+routers as it has; `process`, `address`, `metrics` and `dump` mean the one engine of a role.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ import aiohttp
 import msgspec
 import yaml
 
+from pdcluster_operator.place import resolve_source
 from pdcluster_protocol.authentication import HEADER, HttpSigner
 from pdcluster_protocol.ids import Role
 from pdctl.control import ask_state
+from pdctl.counters import Sample, parse, total
 from pdctl.proc import descendants
-from pdctl.processes import LOGS_FOLDER, RUN_FILE, ProcessState, RunSpec
+from pdctl.processes import LOGS_FOLDER, RUN_FILE, ProcessSpec, ProcessState, RunSpec, RunState
 from pdctl.web import signer
 
 SPEC = Path(__file__).parents[1] / "integration/specs/pair.yaml"
@@ -68,10 +73,16 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class PairCluster:
-    """One prefill, one decode, one router; every method may be used while processes die."""
+    """The processes of one YAML file; every method may be used while they die.
 
-    def __init__(self, *, model: str, mode: str = "batched", chunk: int = 256) -> None:
+    Without a model the file's own model, mode and chunk size are left as they are.
+    """
+
+    def __init__(
+        self, *, model: str = "", mode: str = "batched", chunk: int = 256, spec: Path = SPEC
+    ) -> None:
         self.model, self.mode, self.chunk = model, mode, chunk
+        self._source = spec
         self._runtime = tempfile.TemporaryDirectory(prefix="pd")
         self._environment = os.environ | {
             "XDG_RUNTIME_DIR": self._runtime.name,
@@ -134,20 +145,34 @@ class PairCluster:
         )
 
     def _spec(self) -> dict[str, Any]:
-        spec: dict[str, Any] = yaml.safe_load(SPEC.read_text())
-        spec["spec"]["model"]["source"] = f"builtin://{self.model}"
+        spec: dict[str, Any] = yaml.safe_load(self._source.read_text())
+        model = spec["spec"]["model"]
+        model["source"] = resolve_source(model["source"], str(self._source.resolve().parent))
+        if self.model:
+            model["source"] = f"builtin://{self.model}"
         for role in ("prefill", "decode"):
-            spec["spec"][role]["args"] += [f"--mode={self.mode}", f"--chunk={self.chunk}"]
+            arguments = spec["spec"][role].setdefault("args", [])
+            if self.model:
+                arguments += [f"--mode={self.mode}", f"--chunk={self.chunk}"]
+            if "--check-invariants" not in arguments:
+                arguments.append("--check-invariants")
         return spec
 
     # --- its processes --------------------------------------------------------------------------
+
+    def state(self) -> RunState:
+        """All processes as the supervisor sees them."""
+        return ask_state(Path(self.run.folder))
+
+    def specs(self, kind: str) -> list[ProcessSpec]:
+        """All processes of one kind: `router`, `sidecar`, `engine`."""
+        return [process for process in self.run.processes if process.kind == kind]
 
     def process(self, name: str) -> ProcessState:
         """One process as the supervisor sees it: `prefill/engine`, `decode/sidecar`, ..."""
         role, _, kind = name.partition("/")
         [wanted] = [p.name for p in self.run.processes if (p.role, p.kind) == (role, kind)]
-        state = ask_state(Path(self.run.folder))
-        return next(process for process in state.processes if process.name == wanted)
+        return next(process for process in self.state().processes if process.name == wanted)
 
     def transfer_pid(self, role: Role) -> int:
         """The transfer process: the one child of the role's engine."""
@@ -180,15 +205,36 @@ class PairCluster:
         pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
         return {name: float(value) for name, value in pairs}
 
+    async def count(self, kind: str, name: str, **labels: str) -> int:
+        """The sum of a metric over all processes of a kind."""
+        return total(await self._samples(kind), name, **labels)
+
+    async def _samples(self, kind: str) -> list[Sample]:
+        """The metrics of all engines or of all routers."""
+        urls = [_metrics_url(process) for process in self.specs(kind)]
+        answers = await asyncio.gather(*(_exchange("GET", url) for url in urls))
+        return [sample for _, raw in answers for sample in parse(raw.decode())]
+
     async def dump(self, role: Role) -> dict[str, Any]:
         """What the role's engine tells of itself; empty while its sidecar gets no answer."""
-        target = "/pd/v1/dump"
-        url = self.address(role, "sidecar")
-        authority = urlsplit(url).netloc
-        headers = {HEADER: self._signer.sign("GET", target, b"", authority=authority)}
-        _, raw = await _exchange("GET", url + target, headers=headers)
-        ranks = json.loads(raw)["ranks"]
+        ranks = (await self._dump(self.address(role, "sidecar")))["ranks"]
         return (ranks and ranks[0]["engine"]) or {}
+
+    async def dumps(self, role: Role | None = None) -> list[dict[str, Any]]:
+        """What every rank of every pod tells of itself; an empty one tells nothing now."""
+        pods = [process for process in self.specs("sidecar") if role in {None, process.role}]
+        urls = [process.ready_url.rpartition("/")[0] for process in pods]
+        dumps = await asyncio.gather(*map(self._dump, urls))
+        return [
+            rank["engine"] or {} for dump in dumps for rank in dump["ranks"] or [{"engine": {}}]
+        ]
+
+    async def _dump(self, url: str) -> dict[str, Any]:
+        target = "/pd/v1/dump"
+        headers = {HEADER: self._signer.sign("GET", target, b"", authority=urlsplit(url).netloc)}
+        _, raw = await _exchange("GET", url + target, headers=headers)
+        dump: dict[str, Any] = json.loads(raw)
+        return dump
 
     async def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """One plain request to the router, answered with JSON."""
@@ -210,20 +256,18 @@ class PairCluster:
 
     async def idle(self) -> bool:
         """Whether nothing is left of any request in any process."""
-        router = await self.metrics()
-        if router["pdcluster_in_flight"] or router["pdcluster_queue_depth"]:
-            return False
-        return all([await self._engine_idle(role) for role in Role])
-
-    async def _engine_idle(self, role: Role) -> bool:
-        dump = await self.dump(role)
-        if not dump:
-            return False
-        values = await self.metrics(role)
-        busy = [values[f'pdcluster_queue{{queue="{q}"}}'] for q in ("rooms", "waiting", "running")]
-        held = [values[f'pdcluster_pages{{state="{s}"}}'] for s in ("owned", "quarantined")]
-        left = [dump["rooms"], dump["queued"], dump["legs"], *dump["compute"].values()]
-        return not any([*busy, *held, *left])
+        routers, engines, dumps = await asyncio.gather(
+            self._samples("router"), self._samples("engine"), self.dumps()
+        )
+        busy = [
+            *(total(routers, f"pdcluster_{name}") for name in ("in_flight", "queue_depth")),
+            *(
+                total(engines, "pdcluster_queue", queue=queue)
+                for queue in ("rooms", "waiting", "running")
+            ),
+            *(total(engines, "pdcluster_pages", state=state) for state in ("owned", "quarantined")),
+        ]
+        return not any(busy) and all(map(_nothing_left, dumps))
 
     async def wait_idle(self) -> None:
         """Until nothing is left of any request."""
@@ -241,6 +285,17 @@ class PairCluster:
             "top_logprobs_num": TOPS,
             **fields,
         }
+
+    async def alone(self, ids: list[int], tokens: int) -> Ended:
+        """What one decode engine answers by itself, without a peer."""
+        url = next(p for p in self.specs("engine") if p.role == Role.DECODE).ready_url
+        raw = json.dumps(self.body(ids, tokens)).encode()
+        authority = urlsplit(url).netloc
+        headers = {HEADER: self._signer.sign("POST", "/generate", raw, authority=authority)}
+        url = url.replace("/health", "/generate")
+        status, answer = await _exchange("POST", url, raw, headers=headers)
+        assert 200 == status, answer
+        return _ended(status, json.loads(answer), done=True)
 
     async def generate(self, ids: list[int], tokens: int) -> Ended:
         """One whole answer; a broken connection is an end too, and not a clear one."""
@@ -275,6 +330,20 @@ class PairCluster:
             except aiohttp.ClientError:
                 return msgspec.structs.replace(seen, ends=0)
         return seen
+
+
+def _metrics_url(process: ProcessSpec) -> str:
+    if process.kind == "engine":
+        return process.ready_url.replace("/health", "/metrics")
+    host, admin_port = process.ports[0].rpartition(":")[0], process.ports[1]
+    return f"http://{host}:{admin_port}/metrics"
+
+
+def _nothing_left(dump: dict[str, Any]) -> bool:
+    """Whether a rank answered, and has no room, leg or sequence."""
+    if not dump:
+        return False
+    return not any([dump["rooms"], dump["queued"], dump["legs"], *dump["compute"].values()])
 
 
 def _seen(before: Ended, payload: bytes) -> Ended:

@@ -75,24 +75,38 @@ class PagedModel:
 
     def page_bytes(self, region: int, page: int, *, rank: int = 0) -> memoryview:
         """A page of a region by its index in the rank's own slice."""
-        placement = self.placements[rank]
-        layout = placement.slice.layout
-        begin = layout.page_offset(region, page, PAGE_COUNT)
-        assert isinstance(placement.arena, Arena)
-        return placement.arena.view[begin : begin + layout.item_bytes(region)]
+        begin = self.page_offset(region, page, rank=rank)
+        nbytes = self.placements[rank].slice.layout.item_bytes(region)
+        return self.arena_bytes(rank)[begin : begin + nbytes]
+
+    def page_offset(self, region: int, page: int, *, rank: int) -> int:
+        return self.placements[rank].slice.layout.page_offset(region, page, PAGE_COUNT)
+
+    def arena_bytes(self, rank: int) -> memoryview:
+        arena = self.placements[rank].arena
+        assert isinstance(arena, Arena)
+        return arena.view
+
+
+def coordinates(parallel: Parallelism) -> list[RankCoordinate]:
+    """The ranks of one DP rank, pipeline stage by stage."""
+    return [
+        RankCoordinate(cp=cp, tp=tp, pp=pp)
+        for pp in range(parallel.pp)
+        for cp in range(parallel.cp)
+        for tp in range(parallel.attention_tp)
+    ]
 
 
 def place(layout: KVLayout, parallel: Parallelism) -> list[RankArena]:
-    """An arena for each rank of one DP rank, pipeline stage by stage."""
+    """An arena for each of `coordinates`."""
     placements = []
-    for pp in range(parallel.pp):
-        for cp in range(parallel.cp):
-            for tp in range(parallel.attention_tp):
-                held = rank_slice(layout, parallel, RankCoordinate(cp=cp, tp=tp, pp=pp))
-                arena = Arena.create(held.layout, PAGE_COUNT, metadata_bytes=0)
-                # An earlier request's rows: whoever reads one that it did not write sees it.
-                arena.view[:] = b"\xff" * arena.nbytes
-                placements.append(RankArena(held, arena))
+    for rank in coordinates(parallel):
+        held = rank_slice(layout, parallel, rank)
+        arena = Arena.create(held.layout, PAGE_COUNT, metadata_bytes=0)
+        # An earlier request's rows: whoever reads one that it did not write sees it at once.
+        arena.view[:] = b"\xff" * arena.nbytes
+        placements.append(RankArena(held, arena))
     return placements
 
 

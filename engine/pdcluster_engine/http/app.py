@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from aiohttp import web
@@ -12,8 +13,11 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from pdcluster_engine.http.compute import Computation
 from pdcluster_engine.http.connections import CONNECTIONS, BoundedSite, Connections
 from pdcluster_engine.http.door import Door
+from pdcluster_engine.http.dp_ranks import rank_addresses
 from pdcluster_engine.http.metrics import HttpMetrics
 from pdcluster_engine.http.refusals import error_answer, refuse
+from pdcluster_engine.http.relaying import SEQUENCE_PATH, RelayingEngine
+from pdcluster_engine.http.sequence_path import SequencePath
 from pdcluster_engine.http.server_log import server_logger
 from pdcluster_engine.http.surface import Surface
 from pdcluster_engine.submission import Engine
@@ -44,6 +48,9 @@ def build_app(
     """
     door = Door(config, ring)
     metrics = HttpMetrics(config.role, registry)
+    path = SequencePath(engine, config, door=door)
+    relaying = RelayingEngine(engine, config, addresses=rank_addresses(config))
+    engine = relaying
     computation = Computation(engine, codec, config, door=door, metrics=metrics)
     surface = Surface(engine, config, door=door, metrics=metrics, aliases=computation.aliases)
     connections = Connections()
@@ -56,13 +63,20 @@ def build_app(
     async def show_load(_request: web.Request, response: web.StreamResponse) -> None:
         response.headers[LOAD_HEADER] = msgspec.json.encode(engine.state().load).decode()
 
+    async def relay(_app: web.Application) -> AsyncIterator[None]:
+        relaying.open(ring, session=secrets.token_hex(8))
+        yield
+        await relaying.close()
+
     app.on_response_prepare.append(show_load)
+    app.cleanup_ctx.append(relay)
     app.add_routes(
         [
             web.post("/v1/completions", computation.handle),
             web.post("/v1/chat/completions", computation.handle),
             web.post("/generate", computation.handle),
             web.put("/generate", computation.handle),
+            web.post(SEQUENCE_PATH, path.handle),
             *surface.routes(),
         ]
     )

@@ -9,14 +9,14 @@ from functools import partial
 
 import msgspec
 
+from pdcluster_engine.http.dp_ranks import dp_rank_of
 from pdcluster_engine.sampling import SamplingParameters
 from pdcluster_engine.submission import FinishReason, Output, Submission
 from pdcluster_engine.text import TextCodec
 from pdcluster_protocol.config import SIDECAR_HTTP_PORT, EngineConfig
-from pdcluster_protocol.errors import InvalidRequest, RankConflict
+from pdcluster_protocol.errors import InvalidRequest
 from pdcluster_protocol.ids import Key, RankAddress, Role, mint_attempt, mint_room
 from pdcluster_protocol.requests import (
-    LegFields,
     ParsedRequest,
     RequestLimits,
     check_prompt_length,
@@ -70,9 +70,8 @@ class SequenceFactory:
 
         Raises:
             InvalidRequest: a prompt does not fit, or a leg's field is missing.
-            RankConflict: the leg belongs to another DP rank.
+            RankConflict: the leg names a DP rank that is none.
         """
-        self._check_rank(parsed.leg)
         prompts = await self._token_ids(parsed)
         seed = secrets.randbits(SEED_BITS) if parsed.seed is None else parsed.seed
         rids = _sequence_rids(parsed)
@@ -100,8 +99,9 @@ class SequenceFactory:
         """The submission as a leg, where the request names a partner for this sequence."""
         leg = parsed.leg
         room = None if leg is None else leg.rooms[index]
+        rank = dp_rank_of(leg, room, self._config)
         if leg is None or room is None:
-            return alone
+            return msgspec.structs.replace(alone, dp_rank=rank)
         host = leg.hosts[index]
         if host is None and self._config.role is Role.DECODE:
             raise InvalidRequest(
@@ -118,25 +118,8 @@ class SequenceFactory:
             ),
             prefill_dp_rank=leg.prefill_dp_rank,
             budget_seconds=leg.budget_seconds,
+            dp_rank=rank,
         )
-
-    def _check_rank(self, leg: LegFields | None) -> None:
-        """A prefill's rank is room % dp, a decode's is said by the router."""
-        if leg is None:
-            return
-        own, dp = self._config.dp_rank, self._config.parallel.dp
-        if leg.paired and self._config.role is Role.PREFILL:
-            for room in leg.rooms:
-                if room is not None and room % dp != own:
-                    raise RankConflict(
-                        f"bootstrap_room {room} belongs to DP rank {room % dp} of {dp}; this is"
-                        f" rank {own}, send it to that rank's port"
-                    )
-        elif leg.routed_dp_rank not in (None, own):
-            raise RankConflict(
-                f"routed_dp_rank is {leg.routed_dp_rank}; this is DP rank {own}, send it to that"
-                " rank's port"
-            )
 
     async def _token_ids(self, parsed: ParsedRequest) -> list[tuple[int, ...]]:
         if _characters(parsed) <= INLINE_CHARACTERS_MAX:

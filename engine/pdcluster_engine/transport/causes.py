@@ -15,7 +15,7 @@ LINE_CHARS_MAX = 400
 READS_A_TURN = 16
 
 CAUSES = (
-    ("no transfer progress within", "the peer accepted no byte for 5 s"),
+    ("no transfer progress within", "the peer accepted no byte for 3 s"),
     ("not within any registered buffer", "the peer has not registered that memory"),
     ("rejected by server", "the peer refused the range: not within its registered memory"),
     ("queue-full", "the queue for that peer is full"),

@@ -3,8 +3,8 @@
 The library returns -1 for everything, crashes when its calls come in the wrong order, and goes on
 moving bytes after it has reported an error for a batch. So this adapter
 
-* uses single-entry asynchronous writes, one for each piece of an operation, and asks for each id
-  until its end, never again after it (a finished id is freed memory);
+* uses single-entry asynchronous writes, one for each piece of an operation and several for a long
+  one, and asks for each id until its end, never again after it (a finished id is freed memory);
 * keeps few writes in flight, since a queue overflow makes a peer unreachable for ever;
 * has its own deadlines, shorter than the library's, and answers an expired one by raising
   `CannotContinue`: whoever runs it ends its process, which is the only thing that certainly stops
@@ -14,7 +14,6 @@ moving bytes after it has reported an error for a batch. So this adapter
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections import deque
 from enum import Enum, auto
@@ -22,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from pdcluster_engine.transport.contact import TARGETS_MAX, Alarm, ContactGuard
+from pdcluster_engine.transport.contact import Alarm, ContactGuard
 from pdcluster_engine.transport.flights import (
     SMALL_SHARE,
     Flight,
@@ -40,17 +39,16 @@ from pdcluster_engine.transport.port import (
     failed,
 )
 from pdcluster_engine.transport.requests import refusal, source_problem
+from pdcluster_engine.transport.wedge import WedgeWatch
 from pdcluster_protocol.errors import ConfigError, TransportError
-
-WEDGE_SECONDS = (0.95, 1.05)
-"""A wedged peer fails each call after the admission time-out of 1.000 s."""
-WEDGE_CONNECT_SECONDS = 0.25
 
 ENVIRONMENT = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    # A peer has four connections, and what waits behind a hung write on one of them waits again:
+    # a full window takes four times as long to fail, which our own deadlines must outlast.
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
     # Far above our own deadlines: the library must not give up an operation that it still sends.
     "MC_TRANSFER_TIMEOUT": "86400",
     "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "1",
@@ -100,14 +98,15 @@ class MooncakeAdapter:
         "_arena_nbytes",
         "_engine",
         "_guard",
+        "_hurry",
         "_operations",
         "_peers",
         "_refused",
         "_registered",
         "_settings",
         "_state",
-        "_suspicions",
         "_turn",
+        "_wedge",
         "_window",
     )
 
@@ -130,18 +129,23 @@ class MooncakeAdapter:
         self._peers: dict[str, Peer] = {}
         self._window = settings.window * SMALL_SHARE
         """What may still be handed over to all peers, in shares of a large write."""
+        self._hurry = False
         self._operations = 0
         """Taken and not refused, and not yet ended."""
         self._turn: deque[str] = deque()
         """Peers with queued operations; the first one is served next."""
         self._refused: list[Completed] = []
-        self._suspicions: dict[str, int] = {}
-        """Per peer, failures in a row that look like the wedge."""
+        self._wedge = WedgeWatch()
 
     @property
     def outstanding(self) -> int:
         """Operations that have not been reported by `poll`."""
         return self._operations + len(self._refused)
+
+    @property
+    def hurry(self) -> bool:
+        """Whether most of what flew to a peer had ended when `poll` looked: look sooner."""
+        return self._hurry
 
     def start(self) -> tuple[str, str]:
         """Import the library, listen, register the arena; return session name and version.
@@ -197,7 +201,8 @@ class MooncakeAdapter:
             peer = self._peers[request.target] = Peer(self._settings.window_per_peer * SMALL_SHARE)
         if not peer.queued:
             self._turn.append(request.target)
-        peer.queued.append(Writing(request))
+        # A network adapter cuts for itself.
+        peer.queued.append(Writing(request, cut=self._settings.protocol == "tcp"))
         self._operations += 1
 
     def poll(self) -> list[Completed]:
@@ -209,6 +214,7 @@ class MooncakeAdapter:
         self._must_be_started()
         ended = self._refused
         self._refused = []
+        self._hurry = False
         for target in list(self._peers):
             ended += self._ended(target)
         ended += self._start_queued()
@@ -260,35 +266,40 @@ class MooncakeAdapter:
             writing = peer.queued[0]
             with self._guard(target):
                 self._hand_over(target, peer, writing)
-            if writing.handed_over:
+            if writing.handed_over or peer.failing:
                 peer.queued.popleft()
-                if not writing.flying:
-                    ended.append(self._end(writing))
+            if writing.handed_over and not writing.flying:
+                ended.append(self._end(writing))
             if peer.queued:
                 self._turn.append(target)
         self._turn.extendleft(reversed(full))
         return ended
 
     def _hand_over(self, target: str, peer: Peer, writing: Writing) -> None:
-        """Hand over the pieces of one operation, as many as the windows allow."""
-        request = writing.request
-        taken = share(request.nbytes)
+        """Hand over the writes of one operation, as many as the windows allow."""
         write = self._engine.batch_transfer_async_write
         while not writing.handed_over and self._window > 0 and peer.window > 0:
             started = time.monotonic()
-            source = request.source_offset + writing.handed * request.source_stride
-            destination = request.destination_address + writing.handed * request.destination_stride
-            batch = write(target, [self._arena_address + source], [destination], [request.nbytes])
+            source, destination, nbytes = writing.next_write()
+            batch = write(target, [self._arena_address + source], [destination], [nbytes])
             if not batch:
-                writing.failure = failure(request, time.monotonic() - started)
+                writing.failure = failure(writing.request, time.monotonic() - started)
+                peer.failing = True
                 return
-            writing.handed += 1
             writing.flying += 1
-            peer.window -= taken
-            self._window -= taken
-            peer.flying_bytes += request.nbytes
+            self._count(peer, nbytes)
             deadline = started + self._settings.deadlines.stall_seconds(peer.flying_bytes)
-            peer.flights.append(Flight(writing, batch, started, deadline))
+            peer.flights.append(Flight(writing, batch, nbytes, started, deadline))
+            if peer.failing:
+                return
+
+    def _count(self, peer: Peer, nbytes: int, *, back: bool = False) -> None:
+        """Take one write out of the windows, or give it back."""
+        sign = -1 if back else 1
+        taken = sign * share(nbytes)
+        peer.window -= taken
+        self._window -= taken
+        peer.flying_bytes += sign * nbytes
 
     def _ended(self, target: str) -> list[Completed]:
         """Ask for every flight of one peer and forget those that ended."""
@@ -311,57 +322,43 @@ class MooncakeAdapter:
                 case status:
                     self._state = State.BROKEN
                     raise CannotContinue(stall(flight, status, now))
+        self._hurry = self._hurry or len(over) > len(still)
         peer.flights = still
         return [
             self._end(flight.writing)
             for flight, ok in over
-            if self._landed(target, peer, flight, None if ok else now - flight.started)
+            if self._over(target, peer, flight, failed_at=None if ok else now)
         ]
 
-    def _landed(self, target: str, peer: Peer, flight: Flight, failed_after: float | None) -> bool:
-        """Take one piece back; whether its operation ends with it."""
+    def _over(self, target: str, peer: Peer, flight: Flight, *, failed_at: float | None) -> bool:
+        """Take note of the end of one write; whether its operation ends with it."""
         writing = flight.writing
-        nbytes = writing.request.nbytes
-        peer.flying_bytes -= nbytes
-        peer.window += share(nbytes)
-        self._window += share(nbytes)
+        self._count(peer, flight.nbytes, back=True)
         writing.flying -= 1
-        self._suspect(target, failed_after)
-        if failed_after is not None and not writing.failure:
-            writing.failure = failure(writing.request, failed_after)
-            if peer.queued and peer.queued[0] is writing:
-                self._drop_first(target, peer)
+        peer.failing = failed_at is not None
+        if failed_at is not None:
+            self._failed(target, peer, flight, failed_at)
+        else:
+            self._wedge.landed(target)
+            if not writing.handed_over and writing not in peer.queued:
+                peer.queued.appendleft(writing)
+                if len(peer.queued) == 1:
+                    self._turn.append(target)
         return writing.handed_over and not writing.flying
 
-    def _drop_first(self, target: str, peer: Peer) -> None:
-        """Hand over no more of an operation that cannot succeed any longer."""
-        peer.queued.popleft()
-        if not peer.queued:
-            self._turn.remove(target)
+    def _failed(self, target: str, peer: Peer, flight: Flight, failed_at: float) -> None:
+        """Hand over no more of the operation of a write that failed."""
+        writing = flight.writing
+        if not writing.failure:
+            writing.failure = failure(writing.request, failed_at - flight.started)
+        if writing in peer.queued:
+            peer.queued.remove(writing)
+            if not peer.queued:
+                self._turn.remove(target)
+        if self._wedge.failed(target, started=flight.started, ended=failed_at):
+            self._state = State.BROKEN
+            raise CannotContinue(f"Mooncake is wedged for {target}: each write fails after 1.00 s")
 
     def _end(self, writing: Writing) -> Completed:
         self._operations -= 1
         return writing.end
-
-    def _suspect(self, target: str, failed_after: float | None) -> None:
-        """Find the wedge: two failures in a row after exactly 1 s, by a peer that does accept."""
-        count = self._suspicions.pop(target, 0)
-        if failed_after is None or not WEDGE_SECONDS[0] <= failed_after <= WEDGE_SECONDS[1]:
-            return
-        if count == 0:
-            if len(self._suspicions) >= TARGETS_MAX:
-                self._suspicions.clear()
-            self._suspicions[target] = 1
-        elif _accepts(target):
-            self._state = State.BROKEN
-            raise CannotContinue(f"Mooncake is wedged for {target}: each write fails after 1.00 s")
-        # A dead peer has the same second between attempts to connect; it is not suspected.
-
-
-def _accepts(target: str) -> bool:
-    host, _, port = target.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), WEDGE_CONNECT_SECONDS):
-            return True
-    except OSError:
-        return False

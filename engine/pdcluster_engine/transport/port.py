@@ -146,8 +146,8 @@ Request = WriteRequest | DigestRequest
 class Deadlines(msgspec.Struct, frozen=True):
     """The transport's own clocks; on expiry it ends itself, it never just reports a failure."""
 
-    base_seconds: float = 10.0
-    """Longer than Mooncake's 5 s without progress: a hung peer fails its own writes first."""
+    base_seconds: float = 15.0
+    """Longer than four times Mooncake's 3 s: a hung peer fails a full window of writes first."""
     bytes_per_second_min: float = 4 << 20
     contact_seconds: float = 5.0
     """How long handing one operation to the library may take; a first contact blocks in it."""

@@ -3,8 +3,8 @@
 It owns the only mapping of the arena through which peers write, so `kill -9` of it is the fence.
 It has one thread of its own: it blocks on the control socket when nothing is under way, and looks
 at the library every 50 to 200 microseconds when something is (1 ms once nothing has ended for a
-second). It ends itself rather than guess: when a deadline expires, when the engine is gone, and on
-anything it does not understand.
+second). Sources are hashed while their writes fly, between two looks. It ends itself rather than
+guess: when a deadline expires, when the engine is gone, and on anything it does not understand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Protocol
 
 import msgspec
 
-from pdcluster_engine.memory.pieces import Pieces
 from pdcluster_engine.memory.window import ByteWindow, HostWindow
 from pdcluster_engine.transport.channel import Channel, ChannelClosed
 from pdcluster_engine.transport.linux import die_with_parent, map_shared, view
@@ -40,7 +39,8 @@ PAUSE_SECONDS_MIN = 50e-6
 PAUSE_SECONDS_MAX = 200e-6
 PAUSE_SECONDS_QUIET = 1e-3
 QUIET_SECONDS = 1.0
-DIGEST_BYTES_A_TURN = 8 << 20
+DIGEST_BYTES_A_TURN = 1 << 20
+"""So much is hashed at least between two looks; one request may be longer."""
 FAREWELL_SECONDS = 0.5
 EXIT_FAREWELL = 3
 
@@ -86,22 +86,39 @@ class Adapter(Protocol):
     def submit(self, request: WriteRequest) -> None:
         """Take one write."""
 
+    @property
+    def hurry(self) -> bool:
+        """Whether the next look should come soon."""
+
     def poll(self) -> list[Completed]:
         """Go on with all of them and report those that ended."""
+
+
+class Owed:
+    """A digest that was not told yet: of a write, or of its own."""
+
+    __slots__ = ("digest", "landed", "needed", "request")
+
+    def __init__(self, request: Request, *, landed: bool) -> None:
+        self.request = request
+        self.landed = landed
+        """Nothing but the digest is missing."""
+        self.digest: int | None = None
+        self.needed = True
 
 
 class Worker:
     """The loop between the control socket, the adapter and the hash."""
 
-    __slots__ = ("_adapter", "_channel", "_digests", "_hashes", "_progress_at", "_window")
+    __slots__ = ("_adapter", "_channel", "_hashes", "_owed", "_progress_at", "_window")
 
     def __init__(self, channel: Channel[Request], adapter: Adapter, window: ByteWindow) -> None:
         self._channel = channel
         self._adapter = adapter
         self._window = window
-        self._hashes: deque[DigestRequest] = deque()
-        self._digests: dict[int, int] = {}
-        """Per write that asked for it, the digest of its source."""
+        self._hashes: deque[Owed] = deque()
+        self._owed: dict[int, Owed] = {}
+        """Per write that asked for it, its digest."""
         self._progress_at = time.monotonic()
 
     def serve(self) -> None:
@@ -114,14 +131,13 @@ class Worker:
         pause = PAUSE_SECONDS_MIN
         while True:
             self._take(self._pause_seconds(pause))
-            ended = [self._with_digest(completed) for completed in self._adapter.poll()]
+            ended = [told for one in self._adapter.poll() if (told := self._landed(one))]
             ended += self._hash_some()
             if ended:
                 self._progress_at = time.monotonic()
-                pause = PAUSE_SECONDS_MIN
                 self._channel.send(ended)
-            else:
-                pause = min(2 * pause, PAUSE_SECONDS_MAX)
+            hurry = self._adapter.hurry or not self._adapter.outstanding
+            pause = PAUSE_SECONDS_MIN if hurry else min(2 * pause, PAUSE_SECONDS_MAX)
 
     def _pause_seconds(self, pause: float) -> float:
         if self._hashes:
@@ -146,29 +162,41 @@ class Worker:
                 case WriteRequest():
                     self._adapter.submit(request)
                     if request.digest:
-                        self._digests[request.operation] = self._hash(request.source)
+                        owed = Owed(request, landed=False)
+                        self._owed[request.operation] = owed
+                        self._hashes.append(owed)
                 case DigestRequest():
-                    self._hashes.append(request)
+                    self._hashes.append(Owed(request, landed=True))
 
-    def _with_digest(self, completed: Completed) -> Completed:
-        digest = self._digests.pop(completed.operation, 0)
-        if not digest or not completed.ok:
+    def _landed(self, completed: Completed) -> Completed | None:
+        """What to tell of a write that ended: nothing as long as its digest is missing."""
+        owed = self._owed.get(completed.operation)
+        if owed is None:
             return completed
-        return succeeded(completed.operation, digest)
+        if completed.ok and owed.digest is None:
+            owed.landed = True
+            return None
+        del self._owed[completed.operation]
+        owed.needed = False
+        return succeeded(completed.operation, owed.digest or 0) if completed.ok else completed
 
     def _hash_some(self) -> list[Completed]:
+        """Hash for one turn; what it completes."""
         ended: list[Completed] = []
         hashed_bytes = 0
         while self._hashes and hashed_bytes < DIGEST_BYTES_A_TURN:
-            request = self._hashes.popleft()
-            ended.append(succeeded(request.operation, self._hash(request.source)))
-            hashed_bytes += request.source.total_nbytes
+            owed = self._hashes.popleft()
+            if not owed.needed:
+                continue
+            source = owed.request.source
+            owed.digest = self._window.digest(
+                source.offset, source.nbytes, pieces=source.count, stride=source.stride
+            )
+            hashed_bytes += source.total_nbytes
+            if owed.landed:
+                self._owed.pop(owed.request.operation, None)
+                ended.append(succeeded(owed.request.operation, owed.digest))
         return ended
-
-    def _hash(self, source: Pieces) -> int:
-        return self._window.digest(
-            source.offset, source.nbytes, pieces=source.count, stride=source.stride
-        )
 
 
 def run(settings: ProcessSettings, channel: Channel[Request]) -> None:

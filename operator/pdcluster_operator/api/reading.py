@@ -21,6 +21,9 @@ from pdcluster_protocol.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
 ERRORS_SHOWN_MAX = 3
+DETAIL_CHARACTERS_MAX = 300
+NAME_CHARACTERS_MAX = 64
+"""A field's name is shown, and compared with the known ones, up to this length."""
 _shown = reprlib.Repr()
 """Looks only so deep into a value: aliases of aliases make a short file astronomically long."""
 _shown.maxlevel, _shown.maxstring, _shown.maxother, _shown.maxlong = 3, 80, 80, 80
@@ -35,7 +38,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> Iterator[dict[Hashable,
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
             if key.value in seen:
-                problem = f"the key {key.value!r} stands twice"
+                problem = f"the key {_short(key.value)} stands twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             seen.add(key.value)
     yield from loader.construct_yaml_map(node)
@@ -84,9 +87,11 @@ def _document(raw: bytes, source: str) -> dict[str, object]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{source}: {place}not YAML: {error.problem}") from error
+        problem = str(error.problem)[:DETAIL_CHARACTERS_MAX]
+        raise ConfigError(f"{source}: {place}not YAML: {problem}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{source}: not YAML: {str(error).splitlines()[0]}") from error
+        problem = str(error).partition("\n")[0][:DETAIL_CHARACTERS_MAX]
+        raise ConfigError(f"{source}: not YAML: {problem}") from error
     documents = [document for document in documents if document is not None]
     if len(documents) != 1:
         raise ConfigError(f"{source}: holds {len(documents)} objects; it must hold one {KIND}")
@@ -122,7 +127,7 @@ def _one(details: ErrorDetails) -> str:
 def _path(location: tuple[int | str, ...]) -> str:
     path = ""
     for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+        path += f"[{part}]" if isinstance(part, int) else f".{part[:NAME_CHARACTERS_MAX]}"
     return path.lstrip(".")
 
 
@@ -146,7 +151,7 @@ def _suggestion(location: tuple[int | str, ...]) -> str:
             return ""
         fields = inner
     known = sorted(field.alias or name for name, field in fields.model_fields.items())
-    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    close = difflib.get_close_matches(str(location[-1])[:NAME_CHARACTERS_MAX], known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
 
 

@@ -41,6 +41,7 @@ from pdcluster_protocol.pair.table import (
 from pdcluster_protocol.story import Transition
 
 STORY_LENGTH_MAX: Final = 32
+_ALL_CLOSED: Final = dict.fromkeys(Role, LegState.CLOSED)
 
 
 class Pair:
@@ -84,7 +85,7 @@ class Pair:
         self.state: PairState = TABLE.initial
         self.stale_count = 0
         self._since = self._progress_at = self._judge_at = now
-        self._legs: dict[Role, LegState] = dict.fromkeys(Role, LegState.CLOSED)
+        self._legs: dict[Role, LegState] = _ALL_CLOSED.copy()
         self._aborted: set[Role] = set()
         self._incarnations: dict[Role, str] = {}
         self._held: Cause | None = None
@@ -345,7 +346,7 @@ class Pair:
     def _forget_try(self, now: float) -> None:
         self.key = None
         self._since = self._progress_at = self._judge_at = now
-        self._legs = dict.fromkeys(Role, LegState.CLOSED)
+        self._legs = _ALL_CLOSED.copy()
         self._aborted = set()
         self._incarnations = {}
         self._held = None

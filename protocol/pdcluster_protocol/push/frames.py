@@ -221,6 +221,9 @@ def _decode_metadata(content: Sequence[bytes], trailer: Trailer | None) -> Trans
         raise WireError(f"pages: {len(pages)} bytes are no list of 32-bit page numbers")
     if frames[9]:
         raise WireError("device page ids are not supported; send one list of pages")
+    dummy, state_indices = not pages and not aux, lists("i", frames[6], "state indices")
+    if dummy and any(state_indices):
+        raise WireError("metadata without pages and aux index has state indices")
     extra = Extra(trailer)
     return TransferMetadata(
         key=_key(frames[0], trailer),
@@ -230,8 +233,8 @@ def _decode_metadata(content: Sequence[bytes], trailer: Trailer | None) -> Trans
         aux_index=parse_integer(aux, "aux index") if aux else None,
         required_destinations=parse_integer(frames[7] or b"1", "required destinations", low=1),
         prefix_tokens=parse_integer(frames[8] or b"0", "prefix length"),
-        state_indices=lists("i", frames[6], "state indices"),
-        dummy=not pages and not aux,
+        state_indices=() if dummy else state_indices,
+        dummy=dummy,
         prompt_tokens=extra.number("prompt_tokens"),
         prompt_digest=extra.text("prompt_digest"),
         epoch=extra.number("epoch"),

@@ -76,18 +76,23 @@ class Fields:
 
     def boolean(self, name: str) -> bool:
         """The field as a boolean; absent is false."""
-        return bool(self.value(name, bool, "be true or false"))
+        return name in self.raw and bool(self.value(name, bool, "be true or false"))
 
     def string(self, name: str) -> str | None:
         return self.value(name, str, "be a string")
 
     def integer(self, name: str, allowed: Interval) -> int | None:
+        if name not in self.raw:
+            # Most fields are absent, and the words for an error take longer than to see that.
+            return None
         number = self.value(name, int, f"be an integer {allowed.words}")
         if number is not None and not allowed.holds(number):
             raise self.refusal(name, f"be {allowed.words}")
         return number
 
     def number(self, name: str, allowed: Interval) -> float | None:
+        if name not in self.raw:
+            return None
         number = self.value(name, float, f"be a number {allowed.words}")
         if number is not None and not allowed.holds(number):
             raise self.refusal(name, f"be {allowed.words}")

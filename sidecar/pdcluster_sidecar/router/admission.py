@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pdcluster_sidecar.router.pick import Candidate, Placement, choose_pair
+from pdcluster_sidecar.router.pick import Group, Placement, choose_pair
 
 
 class Waiter(Protocol):
@@ -32,14 +32,14 @@ class Admission:
 
     def __init__(
         self,
-        candidates: Callable[[], Iterable[Candidate]],
+        groups: Callable[[], Sequence[Group]],
         dice: random.Random,
         *,
         max_in_flight: int,
         max_queued: int,
         in_turn: bool,
     ) -> None:
-        self._candidates = candidates
+        self._groups = groups
         self._dice = dice
         self._max_in_flight = max_in_flight
         self._max_queued = max_queued
@@ -58,7 +58,7 @@ class Admission:
 
     def has_pair(self, digest: str | None) -> bool:
         """Whether any pair could serve a sequence with this tokenizer."""
-        return choose_pair(self._candidates(), self._dice, digest=digest) is not None
+        return choose_pair(self._groups(), self._dice, digest=digest) is not None
 
     def takes(self, count: int) -> bool:
         """Whether `count` more sequences can run or wait."""
@@ -94,7 +94,7 @@ class Admission:
             while self._waiting and self._in_flight < self._max_in_flight:
                 waiter = next(iter(self._waiting.values()))
                 placement = choose_pair(
-                    self._candidates(),
+                    self._groups(),
                     self._dice,
                     pages=waiter.pages_needed,
                     digest=waiter.digest,

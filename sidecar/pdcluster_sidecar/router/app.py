@@ -19,6 +19,7 @@ from pdcluster_protocol.messages import InstanceCard
 from pdcluster_protocol.pair import PeerDead, PeerHeard, PeerSilent
 from pdcluster_sidecar.router.admin import Admin
 from pdcluster_sidecar.router.admission import Admission
+from pdcluster_sidecar.router.alarms import Alarms
 from pdcluster_sidecar.router.calls import SidecarCalls
 from pdcluster_sidecar.router.canary import Canary
 from pdcluster_sidecar.router.front import Front
@@ -61,7 +62,7 @@ class Router:
         self._metrics = Metrics()
         self._pool = LegPool(signer, now=loop.time)
         self._admission = Admission(
-            self._members.candidates,
+            self._members.groups,
             # Not a secret: it spreads load.
             random.Random(),  # noqa: S311  The dice of a load balancer guard nothing.
             max_in_flight=config.max_in_flight,
@@ -76,6 +77,9 @@ class Router:
             admission=self._admission,
             metrics=self._metrics,
             running=self._running,
+            alarms=Alarms(),
+            # Bound once: the module's own logger is put together anew for every line.
+            log=structlog.get_logger().bind(),
             retries=config.retries,
         )
         self._front = Front(config, self._shared)
@@ -174,6 +178,7 @@ class Router:
             self._sweeper.cancel()
         await self._front.close()
         await self._members.close()
+        self._shared.alarms.close()
         await self._pool.close()
         await self._calls.close()
         if self._runner is not None:

@@ -51,6 +51,7 @@ class SequenceFields(msgspec.Struct, frozen=True, kw_only=True):
     """What is a sequence's own in both of its legs."""
 
     rid: str
+    """Of its first try."""
     input_ids: msgspec.Raw
     """A JSON list, encoded once for both legs."""
     seed: int
@@ -73,16 +74,18 @@ class LegBodies:
         self._prefill_fields = {k: v for k, v in fields.items() if k != "stream_options"}
         self._stream = parsed.stream
 
-    def encode(self, role: Role, key: Key, *, prompt: SequenceFields, pair: PairFields) -> bytes:
-        """The body of one leg of one try."""
+    def encode(
+        self, role: Role, key: Key, *, rid: str, sequence: SequenceFields, pair: PairFields
+    ) -> bytes:
+        """The body of one leg of one try, which has the name `rid`."""
         prefill = role is Role.PREFILL
         return msgspec.json.encode(
             {
                 **(self._prefill_fields if prefill else self._fields),
-                "rid": prompt.rid,
-                "input_ids": prompt.input_ids,
+                "rid": rid,
+                "input_ids": sequence.input_ids,
                 "stream": self._stream and not prefill,
-                "seed": prompt.seed,
+                "seed": sequence.seed,
                 "bootstrap_host": pair.bootstrap_host,
                 "bootstrap_port": pair.bootstrap_port,
                 "bootstrap_room": key.room,

@@ -301,8 +301,9 @@ class LegPool:
             connection.send(self._head(address, path, body), body, leg)
 
     def _head(self, address: RankAddress, path: str, body: bytes) -> bytes:
-        signature = self._signer.sign("POST", path, body, authority=str(address))
+        host = str(address)
+        signature = self._signer.sign("POST", path, body, authority=host)
         return (
-            f"POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n{HEADER}: {signature}\r\n\r\n"
         ).encode("latin-1")

@@ -13,6 +13,7 @@ successful report, so that a retry does not run into the same wall. A client's e
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -25,7 +26,7 @@ from pdcluster_protocol.errors import PDClusterError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import WIRE_VERSION_MAX, WIRE_VERSION_MIN, InstanceCard
-from pdcluster_sidecar.router.pick import Candidate, Slot
+from pdcluster_sidecar.router.pick import Candidate, Group, Slot, form_groups
 from pdcluster_sidecar.router.tokens import Codec, TokenizerAnswer
 
 POLL_SECONDS: Final = 1.0
@@ -129,6 +130,11 @@ class Members:
         self._watched = {member.instance: Watched(member) for member in config.members}
         self._codecs: dict[str, Codec] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._candidates: list[Candidate] = []
+        self._groups: tuple[Group, ...] = ()
+        self._codec: Codec | None = None
+        self._known_until = -math.inf
+        """Until then, or the next change, the three above hold: every request asks for them."""
         self.codec_known = asyncio.Event()
         self.on_change: Callable[[], None] = lambda: None
         self.on_dead: Callable[[str, str], None] = lambda _incarnation, _detail: None
@@ -147,25 +153,24 @@ class Members:
 
     def candidates(self) -> list[Candidate]:
         """The members that may be chosen now."""
-        now = self._now()
-        unknown_after = self._limits.unknown_after_seconds
-        return [
-            each.candidate
-            for each in self._watched.values()
-            if each.candidate is not None and each.usable(now, unknown_after_seconds=unknown_after)
-        ]
+        self._find_out()
+        return self._candidates
+
+    def groups(self) -> tuple[Group, ...]:
+        """The candidates, as they can be paired."""
+        self._find_out()
+        return self._groups
 
     def codec(self) -> Codec | None:
         """The tokenizer of a usable member, else one that is known from before."""
-        for candidate in self.candidates():
-            if (codec := self._codecs.get(candidate.digest)) is not None:
-                return codec
-        return next(reversed(self._codecs.values()), None)
+        self._find_out()
+        return self._codec
 
     def blame(self, instance: str) -> None:
         """A leg there was refused or lost: nothing new until it has reported again."""
         if (watched := self._watched.get(instance)) is not None:
             watched.blamed_at = self._now()
+            self._changed()
             watched.hurry.set()
 
     def hurry(self) -> None:
@@ -194,6 +199,28 @@ class Members:
             )
             for each in self._watched.values()
         ]
+
+    def _find_out(self) -> None:
+        """See who is usable, if a member has changed or may have been silent for too long."""
+        now = self._now()
+        if now <= self._known_until:
+            return
+        unknown_after = self._limits.unknown_after_seconds
+        self._candidates = [
+            each.candidate
+            for each in self._watched.values()
+            if each.candidate is not None and each.usable(now, unknown_after_seconds=unknown_after)
+        ]
+        self._groups = form_groups(self._candidates)
+        codecs = (self._codecs.get(candidate.digest) for candidate in self._candidates)
+        known = next(reversed(self._codecs.values()), None)
+        self._codec = next((codec for codec in codecs if codec is not None), known)
+        heard = [each.heard_at for each in self._watched.values() if each.heard_at is not None]
+        silent_at = [at + unknown_after for at in heard if at + unknown_after >= now]
+        self._known_until = min(silent_at, default=now)
+
+    def _changed(self) -> None:
+        self._known_until = -math.inf
 
     # --- the watch of one member ----------------------------------------------------------------
 
@@ -250,6 +277,8 @@ class Members:
             dp_size=card.parallel.dp,
             slots=slots,
         )
+        # Whoever waits for a tokenizer must find this one.
+        self._changed()
         self.codec_known.set()
 
     def _check_card(self, member: Member, card: InstanceCard) -> None:
@@ -285,9 +314,11 @@ class Members:
         card = watched.card
         if card is not None and report.incarnation != card.incarnation:
             watched.forget()
+            self._changed()
             self.on_dead(card.incarnation, f"{card.instance} lost its engine")
             raise PDClusterError("its incarnation changed")
         watched.report = report
+        self._changed()
         if not report.ready:
             # Its sidecar speaks, but an engine's loop stands still, or a rank is missing.
             raise PDClusterError("it is not ready")

@@ -56,7 +56,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """One side of a chosen pair."""
+    """One side of a pair: a rank of a member."""
 
     member: Candidate
     slot: Slot
@@ -72,8 +72,31 @@ class Placement(msgspec.Struct, frozen=True):
         return self.prefill if role is Role.PREFILL else self.decode
 
 
+class Group(msgspec.Struct, frozen=True):
+    """The ranks that can be paired with each other, both sides at least one."""
+
+    digest: str
+    prefills: tuple[Place, ...]
+    decodes: tuple[Place, ...]
+
+
+def form_groups(candidates: Iterable[Candidate]) -> tuple[Group, ...]:
+    """The groups among these members; it takes time with their number, so its result is kept."""
+    places: dict[tuple[str, str], dict[Role, list[Place]]] = {}
+    for member in candidates:
+        sides = places.setdefault(
+            (member.fingerprint, member.digest), {Role.PREFILL: [], Role.DECODE: []}
+        )
+        sides[member.role] += [Place(member, slot) for slot in member.slots]
+    return tuple(
+        Group(digest, tuple(sides[Role.PREFILL]), tuple(sides[Role.DECODE]))
+        for (_, digest), sides in places.items()
+        if all(sides.values())
+    )
+
+
 def choose_pair(
-    candidates: Iterable[Candidate],
+    groups: Sequence[Group],
     dice: random.Random,
     *,
     pages: int = 0,
@@ -85,27 +108,23 @@ def choose_pair(
     `pages`: what the sequence will need at decode. `digest`: the tokenizer that made its ids; None
     takes any. `in_turn`: by turns instead of by load.
     """
-    groups: dict[tuple[str, str], tuple[list[Place], list[Place]]] = {}
-    for member in candidates:
-        if digest is not None and member.digest != digest:
-            continue
-        sides = groups.setdefault((member.fingerprint, member.digest), ([], []))
-        side = sides[0] if member.role is Role.PREFILL else sides[1]
-        side += [Place(member, slot) for slot in member.slots]
-    whole = [sides for sides in groups.values() if sides[0] and sides[1]]
-    if not whole:
+    if digest is not None:
+        groups = [group for group in groups if group.digest == digest]
+    if not groups:
         return None
     # More decode ranks serve more sequences: groups are used by that share.
-    prefills, decodes = whole[0]
-    if len(whole) > 1:
-        prefills, decodes = dice.choices(whole, [len(sides[1]) for sides in whole])[0]
+    group = groups[0]
+    if len(groups) > 1:
+        group = dice.choices(groups, [len(each.decodes) for each in groups])[0]
     return Placement(
-        _choose(prefills, dice, pages=0, in_turn=in_turn),
-        _choose(decodes, dice, pages=pages, in_turn=in_turn),
+        _choose(group.prefills, dice, pages=0, in_turn=in_turn),
+        _choose(group.decodes, dice, pages=pages, in_turn=in_turn),
     )
 
 
 def _choose(places: Sequence[Place], dice: random.Random, *, pages: int, in_turn: bool) -> Place:
+    if len(places) == 1:
+        return places[0]
     if in_turn:
         return min(places, key=lambda place: place.slot.used_count)
     if len(places) > 2:

@@ -7,7 +7,6 @@ import time
 from typing import Final, NamedTuple
 
 import msgspec
-import structlog
 
 from pdcluster_protocol.config import RouterConfig
 from pdcluster_protocol.errors import InvalidRequest, Overloaded, Reason
@@ -25,8 +24,6 @@ from pdcluster_sidecar.router.tokens import Codec
 PAGE_TOKENS: Final = 64
 """For the estimate of a sequence's pages; the engines count their own."""
 SEED_COUNT: Final = 1 << 64
-
-log = structlog.get_logger()
 
 
 class ClientRequest:
@@ -120,7 +117,7 @@ class ClientRequest:
         """Make one sequence of every sample of every prompt."""
         sinks = self._sinks(parsed)
         bodies = LegBodies(parsed)
-        seed = secrets.randbits(31) if parsed.seed is None else parsed.seed
+        seed = int.from_bytes(secrets.token_bytes(4)) >> 1 if parsed.seed is None else parsed.seed
         for prompt, (tokens, output) in enumerate(zip(ids, outputs, strict=True)):
             # Encoded once: both legs of every sample get the same bytes.
             input_ids = msgspec.Raw(msgspec.json.encode(tokens))
@@ -175,7 +172,7 @@ class ClientRequest:
         self._shared.metrics.ended(outcome, reason)
         trail = [each for sequence in self._sequences for each in sequence.trail]
         last = trail[-1] if len(self._sequences) == 1 and trail else None
-        log.info(
+        self._shared.log.info(
             "concluded",
             rid=self.rid,
             room=last and last.key.room,

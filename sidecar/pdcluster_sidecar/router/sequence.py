@@ -17,7 +17,7 @@ import structlog
 
 from pdcluster_protocol.control_api import AbortRequest
 from pdcluster_protocol.errors import Reason
-from pdcluster_protocol.ids import Key, Role, mint_attempt, mint_room
+from pdcluster_protocol.ids import ATTEMPT_RANDOM_BITS, Key, Role, mint_attempt, mint_room
 from pdcluster_protocol.pair import (
     AbortLeg,
     Answer,
@@ -42,19 +42,20 @@ from pdcluster_protocol.pair import (
     Witness,
 )
 from pdcluster_sidecar.router.admission import Admission
+from pdcluster_sidecar.router.alarms import Alarms
 from pdcluster_sidecar.router.answers import LegAnswer, LegStream
 from pdcluster_sidecar.router.bodies import LegBodies, PairFields, SequenceFields
 from pdcluster_sidecar.router.calls import SidecarCalls
 from pdcluster_sidecar.router.legs import Leg, LegPool
 from pdcluster_sidecar.router.members import Members
-from pdcluster_sidecar.router.pick import Placement
+from pdcluster_sidecar.router.pick import Place, Placement
 from pdcluster_sidecar.router.running import Running
 from pdcluster_sidecar.router.telemetry import Metrics, Phase
 
+ENTROPY_BYTES: Final = 11
+"""63 bits for a room and 22 for an attempt."""
 DRAIN_SECONDS: Final = 5.0
 """How long prefill's answer may come after decode's, before its connection is closed."""
-
-log = structlog.get_logger()
 
 
 class Sink(Protocol):
@@ -76,6 +77,8 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     admission: Admission
     metrics: Metrics
     running: Running[Sequence]
+    alarms: Alarms[Sequence]
+    log: structlog.typing.FilteringBoundLogger
     retries: int
 
 
@@ -106,17 +109,19 @@ class Sequence:
     """One prompt's one sample, from its place in the queue to its one end."""
 
     __slots__ = (
+        "_alarm_at",
         "_dispatched_at",
         "_legs",
         "_loop",
+        "_pair_fields",
         "_placement",
         "_prefill_released",
         "_pressed",
         "_queued_at",
+        "_rid",
         "_shared",
         "_sink",
         "_started_at",
-        "_timer",
         "_work",
         "pair",
         "trail",
@@ -129,9 +134,12 @@ class Sequence:
         self._shared = shared
         self._legs: dict[Role, Leg] = {}
         self._placement: Placement | None = None
+        self._pair_fields: PairFields | None = None
+        self._rid = work.fields.rid
+        """Of this try: the engine that serves it may not have ended the one before yet."""
         self._prefill_released = False
         self._pressed = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._alarm_at: float | None = None
         # The loop's own clock is coarse: good for deadlines, not for metrics.
         self._started_at = self._queued_at = self._dispatched_at = time.monotonic()
         self.trail: list[Try] = []
@@ -144,12 +152,6 @@ class Sequence:
     @property
     def digest(self) -> str | None:
         return self._work.digest
-
-    @property
-    def _rid(self) -> str:
-        """Of this try: the engine that serves it may not have ended the one before yet."""
-        rid, again = self._work.fields.rid, len(self.trail) - 1
-        return rid if again <= 0 else f"{rid}-try{again}"
 
     def start(self) -> None:
         """Line up for a pair."""
@@ -182,17 +184,21 @@ class Sequence:
         now = time.monotonic()
         self._placement = placement
         self._prefill_released = False
-        prefill = placement.prefill
-        room = mint_room(
-            secrets.randbits(63), dp_size=prefill.member.dp_size, dp_rank=prefill.slot.dp_rank
-        )
-        attempt = mint_attempt(time.time_ns() // 1_000_000, secrets.randbits(22))
+        prefill, decode = placement.prefill, placement.decode
+        key = _mint_key(prefill)
         self._shared.metrics.spent(Phase.QUEUE, now - self._queued_at)
         self._dispatched_at = now
-        key = Key(room, attempt)
-        decode = placement.decode.member
-        self.trail.append(Try(key, prefill.member.instance, decode.instance))
-        self._handle(PairChosen(key, prefill.member.incarnation, decode.incarnation))
+        if self.trail:
+            self._rid = f"{self._work.fields.rid}-try{len(self.trail)}"
+        self.trail.append(Try(key, prefill.member.instance, decode.member.instance))
+        self._pair_fields = PairFields(
+            bootstrap_host=prefill.member.bootstrap.host,
+            bootstrap_port=prefill.member.bootstrap.port,
+            prefill_dp_rank=prefill.slot.dp_rank,
+            decode_dp_rank=decode.slot.dp_rank,
+            budget_seconds=self._work.budget_seconds,
+        )
+        self._handle(PairChosen(key, prefill.member.incarnation, decode.member.incarnation))
 
     # --- what legs bring ------------------------------------------------------------------------
 
@@ -248,20 +254,13 @@ class Sequence:
                 assert_never(effect)
 
     def _open(self, effect: OpenLeg) -> None:
-        placement = self._placement
+        placement, pair = self._placement, self._pair_fields
         work = self._work
-        if placement is None or effect.key != self.pair.key:
+        if placement is None or pair is None or effect.key != self.pair.key:
             return
-        prefill = placement.prefill
-        pair = PairFields(
-            bootstrap_host=prefill.member.bootstrap.host,
-            bootstrap_port=prefill.member.bootstrap.port,
-            prefill_dp_rank=prefill.slot.dp_rank,
-            decode_dp_rank=placement.decode.slot.dp_rank,
-            budget_seconds=work.budget_seconds,
+        body = work.bodies.encode(
+            effect.role, effect.key, rid=self._rid, sequence=work.fields, pair=pair
         )
-        fields = msgspec.structs.replace(work.fields, rid=self._rid)
-        body = work.bodies.encode(effect.role, effect.key, prompt=fields, pair=pair)
         listener = (
             LegStream(self, effect.key)
             if work.stream and effect.role is Role.DECODE
@@ -298,9 +297,7 @@ class Sequence:
         shared.admission.leave(self)
         shared.running.discard(self)
         shared.metrics.spent(Phase.TOTAL, time.monotonic() - self._started_at)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        shared.alarms.clear(self)
         self._sink.conclude(cause)
 
     def _end_try(self) -> None:
@@ -329,17 +326,16 @@ class Sequence:
     # --- time -----------------------------------------------------------------------------------
 
     def _arm(self) -> None:
-        """Keep one timer, no later than the deadline; one that fires early is set again."""
+        """Keep one alarm, no later than the deadline; one that rings early is set again."""
         deadline = self.pair.deadline()
-        timer = self._timer
-        if deadline is None or (timer is not None and timer.when() <= deadline):
+        if deadline is None or (self._alarm_at is not None and self._alarm_at <= deadline):
             return
-        if timer is not None:
-            timer.cancel()
-        self._timer = self._loop.call_at(deadline, self._on_timer)
+        self._alarm_at = deadline
+        self._shared.alarms.set(self, deadline)
 
-    def _on_timer(self) -> None:
-        self._timer = None
+    def wake(self) -> None:
+        """The alarm rings."""
+        self._alarm_at = None
         deadline = self.pair.deadline()
         if deadline is None or self._loop.time() < deadline:
             self._arm()
@@ -353,6 +349,19 @@ class Sequence:
             self._handle(NoPairChosen(Reason.NO_PAIR, _no_pair(self._work.clocks.queue_seconds)))
         else:
             self._handle(Tick())
+
+
+def _mint_key(prefill: Place) -> Key:
+    """A new name for a try: a room of prefill's rank, and an attempt."""
+    entropy = int.from_bytes(secrets.token_bytes(ENTROPY_BYTES))
+    return Key(
+        mint_room(
+            entropy >> ATTEMPT_RANDOM_BITS,
+            dp_size=prefill.member.dp_size,
+            dp_rank=prefill.slot.dp_rank,
+        ),
+        mint_attempt(time.time_ns() // 1_000_000, entropy),
+    )
 
 
 _NOT_SERVING: Final = frozenset({Reason.NOT_READY, Reason.SHUTTING_DOWN})

@@ -279,17 +279,17 @@ async def test_a_client_that_leaves_cancels_its_sequences(stream: bool) -> None:
     assert [Reason.CLIENT_GONE] * 3 == reasons
 
 
-async def test_a_leg_of_another_rank_is_refused() -> None:
+async def test_a_leg_of_a_rank_that_is_none_is_refused() -> None:
     ranked = msgspec.structs.replace(PREFILL, parallel=Parallelism(tp=2, dp=2), dp_rank=1)
     decode = msgspec.structs.replace(ranked, role=Role.DECODE)
     async with serving(answering(), config=ranked) as address:
-        assert 200 == (await post(address, LEG))[0]
-        status, answer, _ = await post(address, {**LEG, "bootstrap_room": 78})
+        status, answer, _ = await post(address, {**LEG, "disagg_prefill_dp_rank": 2})
     assert 409 == status
-    assert "bootstrap_room 78 belongs to DP rank 0 of 2" in answer["error"]["message"]
+    assert "disagg_prefill_dp_rank is 2; test-prefill-0 has 2" in answer["error"]["message"]
     async with serving(answering(), config=decode) as address:
-        assert 200 == (await post(address, {**LEG, "routed_dp_rank": 1}))[0]
-        assert 409 == (await post(address, {**LEG, "routed_dp_rank": 0}))[0]
+        status, answer, _ = await post(address, {**LEG, "routed_dp_rank": 2})
+    assert 409 == status
+    assert "routed_dp_rank is 2" in answer["error"]["message"]
 
 
 async def test_a_leg_waits_for_no_sidecar_that_is_not_there() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from pdcluster_engine.model.port import DecodeRow, RankArena
+from pdcluster_protocol.rank_layout import kv_facts
+from pdcluster_protocol.rank_mapping import RankMapping, RowSpread
+from pdcluster_protocol.segments import row_slices, segments, sent_pages
 from pdcluster_protocol.topology import Parallelism
-from support.model_runs import MODELS, PAGE_COUNT, PagedModel, place, prompt
+from support.model_runs import MODELS, PAGE_COUNT, PagedModel, coordinates, place, prompt
 
 LENGTH = 130
 TOKENS = 4
@@ -100,6 +105,60 @@ def test_each_tensor_rank_holds_its_heads_of_the_whole_rows(name: str) -> None:
             for rank in range(2)
         ]
         assert (expected if region.heads > 1 else 2 * expected) == b"".join(held), region.name
+
+
+def move_mapped(
+    mapping: RankMapping,
+    source: PagedModel,
+    here: list[int],
+    target: PagedModel,
+    there: list[int],
+) -> None:
+    """Copy what the protocol's rules send from each rank of prefill to each of decode."""
+    senders, receivers = coordinates(mapping.prefill), coordinates(mapping.decode)
+    layout = source.layout
+    count = layout.pages_for(LENGTH)
+    for one, other in product(range(len(senders)), range(len(receivers))):
+        slices = row_slices(mapping, layout, source=senders[one], destination=receivers[other])
+        pages = sent_pages(mapping, senders[one], sources=here[:count], targets=there[:count])
+        for part in segments(slices, pages, tokens=LENGTH, page_size=layout.page_size):
+            begin = source.page_offset(part.source_region, part.source_page, rank=one)
+            end = target.page_offset(part.region, part.page, rank=other)
+            begin, end = begin + part.source_offset, end + part.offset
+            rows = source.arena_bytes(one)[begin : begin + part.nbytes]
+            target.arena_bytes(other)[end : end + part.nbytes] = rows
+
+
+@pytest.mark.parametrize("name", ["tiny-glm", "tiny-qwen"])
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (Parallelism(), Parallelism(tp=2)),
+        (Parallelism(tp=2), Parallelism()),
+        (Parallelism(tp=4), Parallelism(tp=2)),
+        (Parallelism(tp=2), Parallelism(tp=4)),
+        (Parallelism(tp=8), Parallelism(tp=4)),
+        (Parallelism(pp=2), Parallelism()),
+        (Parallelism(tp=2, pp=2), Parallelism(tp=2, pp=2)),
+        (Parallelism(tp=2, cp=2), Parallelism()),
+        (Parallelism(tp=4, cp=2, pp=3), Parallelism(tp=4)),
+    ],
+    ids=lambda p: f"tp{p.attention_tp}-pp{p.pp}-cp{p.cp}",
+)
+@pytest.mark.parametrize("spread", [RowSpread.FIRST_CP_RANK, RowSpread.PAGE_RANGES])
+def test_decode_has_the_logits_of_one_arena_after_what_the_mapping_sends(
+    name: str, prefill: Parallelism, decode: Parallelism, spread: RowSpread
+) -> None:
+    source, target = PagedModel(name, parallel=prefill), PagedModel(name, seed=1, parallel=decode)
+    whole = PagedModel(name, seed=2)
+    mapping = RankMapping(prefill, decode, kv_facts(whole.layout, spread=spread))
+    here, there, alone = (model.take(LENGTH + TOKENS) for model in (source, target, whole))
+    first = source.prefill(here, prompt(LENGTH), chunk=64)
+    assert torch.equal(first, whole.prefill(alone, prompt(LENGTH), chunk=64))
+    move_mapped(mapping, source, here, target, there)
+    expected = whole.decode(alone, LENGTH, first, tokens=TOKENS)
+    seen = target.decode(there, LENGTH, first, tokens=TOKENS)
+    assert torch.equal(torch.stack(expected), torch.stack(seen))
 
 
 def test_rows_are_announced_by_the_regions_of_the_whole_model() -> None:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from pdcluster_engine.transport import mooncake
+from pdcluster_engine.transport.flights import WRITE_BYTES
+from pdcluster_engine.transport.install import FabricProtocol
 from pdcluster_engine.transport.mooncake import CannotContinue, MooncakeAdapter, Settings
-from pdcluster_engine.transport.port import Deadlines, WriteRequest
+from pdcluster_engine.transport.port import WriteRequest
 from pdcluster_protocol.errors import TransportError
 
 ARENA = 1 << 20
@@ -69,11 +71,15 @@ def adapter(library: ScriptedLibrary, monkeypatch: pytest.MonkeyPatch) -> Moonca
 
 
 def new_adapter(
-    library: ScriptedLibrary, monkeypatch: pytest.MonkeyPatch, *, host: str = "127.64.1.1"
+    library: ScriptedLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    host: str = "127.64.1.1",
+    protocol: FabricProtocol = "tcp",
 ) -> MooncakeAdapter:
     monkeypatch.setattr(MooncakeAdapter, "_load", lambda _: library)
     monkeypatch.setattr(mooncake, "check_machine", lambda _: "0.3.13.post1")
-    settings = Settings(host=host, port_min=15000, port_max=15031, deadlines=Deadlines())
+    settings = Settings(host=host, port_min=15000, port_max=15031, protocol=protocol)
     return MooncakeAdapter(settings, arena_address=BASE, arena_nbytes=ARENA)
 
 
@@ -182,6 +188,64 @@ def test_a_failed_piece_ends_its_operation_once_nothing_of_it_flies(
     assert [(2, True)] == [(c.operation, c.ok) for c in adapter.poll()]
 
 
+def test_a_long_piece_is_cut_for_tcp_and_never_by_a_network_adapter(
+    library: ScriptedLibrary, adapter: MooncakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = 3 * WRITE_BYTES + 5
+    request = WriteRequest(1, PEER, 7, 1 << 40, nbytes, False)
+    adapter.submit(request)
+    adapter.poll()
+    sizes = [size for *_, (size,) in library.handed]
+    assert (3, nbytes) == (len(sizes), sum(sizes))
+    places = [sum(sizes[:i]) for i in range(3)]
+    assert [
+        (PEER, [BASE + 7 + at], [(1 << 40) + at], [sizes[i]]) for i, at in enumerate(places)
+    ] == (library.handed)
+    whole = new_adapter(library, monkeypatch, protocol="rdma")
+    whole.start()
+    whole.submit(request)
+    whole.poll()
+    assert (PEER, [BASE + 7], [1 << 40], [nbytes]) == library.handed[3]
+    assert 4 == len(library.handed)
+
+
+def test_while_a_peer_fails_no_operation_flies_twice_and_none_is_lost(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    for number in range(1, 21):
+        adapter.submit(write(number, nbytes=ARENA))
+    assert [] == adapter.poll()
+    assert 16 == len(library.handed)
+    library.status = dict.fromkeys(library.status, -1)
+    # The first operation has had four writes in flight, as three more.
+    assert [1, 2, 3, 4] == sorted(completed.operation for completed in adapter.poll())
+    assert 16 + 16 == len(library.handed)
+    assert [BASE] == list(dict.fromkeys(place for _, (place,), *_ in library.handed[16:]))
+    library.status = {batch: status or -1 for batch, status in library.status.items()}
+    adapter_ended = adapter.poll()
+    assert list(range(5, 21)) == [completed.operation for completed in adapter_ended]
+    assert 0 == adapter.outstanding
+
+
+def test_a_peer_that_recovers_gets_the_rest_of_every_operation(
+    library: ScriptedLibrary, adapter: MooncakeAdapter
+) -> None:
+    for number in range(1, 6):
+        adapter.submit(write(number, nbytes=ARENA))
+    adapter.poll()
+    library.status |= dict.fromkeys(range(1, 5), -1)
+    assert [1] == [completed.operation for completed in adapter.poll()]
+    ended: dict[int, bool] = {}
+    while adapter.outstanding:
+        library.status = {batch: status or 1 for batch, status in library.status.items()}
+        ended |= {completed.operation: completed.ok for completed in adapter.poll()}
+    assert dict.fromkeys((2, 3, 4, 5), True) == ended
+    written = sorted(place for _, (place,), *_ in library.handed)
+    parts = ARENA // WRITE_BYTES
+    assert sorted(BASE + part * WRITE_BYTES for part in range(parts) for _ in range(5)) == written
+    assert [] == library.asked_after_end
+
+
 def test_every_operation_ends_once_and_no_ended_id_is_asked_again(
     library: ScriptedLibrary, adapter: MooncakeAdapter
 ) -> None:
@@ -234,23 +298,38 @@ def test_an_expired_deadline_ends_the_process(
 ) -> None:
     adapter.submit(write(1))
     adapter.poll()
-    clock(9.9)
+    clock(14.9)
     assert [] == adapter.poll()
     clock(0.2)
     with pytest.raises(CannotContinue, match="stalled"):
         adapter.poll()
 
 
-def test_two_failures_after_one_second_by_a_peer_that_accepts_are_the_wedge(
+def test_three_failures_after_one_second_by_a_peer_that_accepts_are_the_wedge(
     library: ScriptedLibrary, adapter: MooncakeAdapter, clock: Callable[[float], None]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         target = f"127.0.0.1:{server.getsockname()[1]}"
         fail_after(1.0, target, adapter, library, clock)
+        fail_after(1.0, target, adapter, library, clock)
         fail_after(0.3, target, adapter, library, clock)
+        fail_after(1.0, target, adapter, library, clock)
         fail_after(1.0, target, adapter, library, clock)
         with pytest.raises(CannotContinue, match="wedged"):
             fail_after(1.0, target, adapter, library, clock)
+
+
+def test_many_writes_that_fail_together_are_one_suspicion(
+    library: ScriptedLibrary, adapter: MooncakeAdapter, clock: Callable[[float], None]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        target = f"127.0.0.1:{server.getsockname()[1]}"
+        for number in range(8):
+            adapter.submit(write(number, target))
+        adapter.poll()
+        clock(1.0)
+        library.status = dict.fromkeys(library.status, -1)
+        assert 8 == len(adapter.poll())
 
 
 def test_a_dead_peer_is_not_taken_for_the_wedge(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
+
 from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.messages import Load
 from pdcluster_sidecar.router.admission import Admission
-from pdcluster_sidecar.router.pick import Candidate, Placement, Slot, choose_pair
+from pdcluster_sidecar.router.pick import Candidate, Placement, Slot, choose_pair, form_groups
 
 ADDRESS = RankAddress("127.64.0.1", 1)
 
@@ -30,21 +32,29 @@ def member(
 
 
 def chosen(members: list[Candidate], seed: int = 1, **how: object) -> Placement:
-    placement = choose_pair(members, random.Random(seed), **how)  # type: ignore[arg-type]  # A bag of options.
+    dice = random.Random(seed)
+    placement = choose_pair(form_groups(members), dice, **how)  # type: ignore[arg-type]  # A bag of options.
     assert placement is not None
     return placement
 
 
-def test_there_is_no_pair_without_both_sides_of_one_group() -> None:
-    dice = random.Random(1)
-    prefill, decode = member(Role.PREFILL), member(Role.DECODE)
+@pytest.mark.parametrize(
+    ("members", "digest", "paired"),
+    [
+        ([], None, False),
+        ([member(Role.PREFILL)], None, False),
+        ([member(Role.PREFILL), member(Role.DECODE, fingerprint="g")], None, False),
+        ([member(Role.PREFILL), member(Role.DECODE, digest="u")], None, False),
+        ([member(Role.PREFILL), member(Role.DECODE)], "u", False),
+        ([member(Role.PREFILL), member(Role.DECODE)], "t", True),
+    ],
+)
+def test_there_is_no_pair_without_both_sides_of_one_group(
+    members: list[Candidate], digest: str | None, *, paired: bool
+) -> None:
+    pair = choose_pair(form_groups(members), random.Random(1), digest=digest)
 
-    assert choose_pair([], dice) is None
-    assert choose_pair([prefill], dice) is None
-    assert choose_pair([prefill, member(Role.DECODE, fingerprint="g")], dice) is None
-    assert choose_pair([prefill, member(Role.DECODE, digest="u")], dice) is None
-    assert choose_pair([prefill, decode], dice, digest="u") is None
-    assert choose_pair([prefill, decode], dice, digest="t") is not None
+    assert paired is (pair is not None)
 
 
 def test_an_idle_cluster_is_used_by_turns() -> None:
@@ -123,7 +133,7 @@ class Waiting:
 
 def queue(members: list[Candidate], *, in_flight: int = 1, queued: int = 2) -> Admission:
     return Admission(
-        lambda: members,
+        lambda: form_groups(members),
         random.Random(1),
         max_in_flight=in_flight,
         max_queued=queued,

@@ -55,6 +55,8 @@ class Calls:
         self.tokenizers = 0
         self.turns = 0
         self.turned = asyncio.Condition()
+        self.answering = asyncio.Event()
+        self.answering.set()
 
     async def hello(self, address: RankAddress, ours: InstanceCard) -> InstanceCard:
         assert (ADDRESS, "router") == (address, ours.role)
@@ -64,6 +66,7 @@ class Calls:
         async with self.turned:
             self.turns += 1
             self.turned.notify_all()
+        await self.answering.wait()
         if self.down:
             raise CallFailed("it does not answer")
         return self.report
@@ -89,7 +92,10 @@ class Watch:
         )
         ours = InstanceCard("c", "router-0", "router", "", "s", ADDRESS)
         self.members = Members(config, self.calls, ours=ours, now=lambda: self.at)
-        self.members.on_dead = lambda incarnation, _detail: self.told.append(("dead", incarnation))
+        self.members.on_change = self._look
+        self.members.on_dead = self._note_death
+        self.usable_at_change: list[str] = []
+        self.usable_at_death: list[str] | None = None
         self.members.on_silent = lambda incarnation: self.told.append(("silent", incarnation))
         self.members.on_heard = lambda incarnation: self.told.append(("heard", incarnation))
 
@@ -101,6 +107,15 @@ class Watch:
             await self.calls.turned.wait_for(lambda: self.calls.turns >= seen + 1)
         for _ in range(5):
             await asyncio.tasks.sleep(0)
+        # As every request does: what it was told must not stay when something changes.
+        self.members.candidates()
+
+    def _look(self) -> None:
+        self.usable_at_change = [each.incarnation for each in self.members.candidates()]
+
+    def _note_death(self, incarnation: str, _detail: str) -> None:
+        self.told.append(("dead", incarnation))
+        self.usable_at_death = [each.incarnation for each in self.members.candidates()]
 
     def change(self, **report: Any) -> None:
         self.calls.report = msgspec.structs.replace(self.calls.report, **report)
@@ -141,6 +156,20 @@ async def test_a_member_is_used_with_a_slot_for_each_dp_rank() -> None:
         assert "" == watch.problem
 
 
+async def test_who_has_waited_for_a_tokenizer_finds_it_at_once() -> None:
+    watch = Watch()
+    assert watch.members.codec() is None
+    watch.calls.answering.clear()
+    watch.members.start()
+    try:
+        await asyncio.wait_for(watch.members.codec_known.wait(), 10)
+        codec = watch.members.codec()
+        assert codec is not None
+        assert "t1" == codec.digest
+    finally:
+        await watch.members.close()
+
+
 @pytest.mark.parametrize(
     ("card", "said"),
     [
@@ -179,9 +208,11 @@ async def test_another_incarnation_means_that_the_old_one_is_dead() -> None:
         watch.calls.card = msgspec.structs.replace(watch.calls.card, incarnation="i2")
         await watch.turn()
         assert [("dead", "i1")] == watch.told
+        assert [] == watch.usable_at_death
 
         await watch.turn()
         assert ["i2"] == [candidate.incarnation for candidate in watch.members.candidates()]
+        assert ["i2"] == watch.usable_at_change
         # The fingerprint is the same, so is the tokenizer; who forgot it fetches it again.
         assert watch.calls.tokenizers <= 2
 

@@ -1,0 +1,127 @@
+"""One process of a busy cluster is killed, again and again.
+
+A round: all clients of a set run at once; at a moment that the dice choose, from "none has a token
+yet" to "many have", the victim gets SIGKILL, and a few more clients come at once. Each of them must
+have one end that is right or clear; then the victim must be back, later requests right, and every
+process hold nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+
+from soak.leaks import History, files
+from soak.processes import Process, find
+from soak.questions import Bank, Question, Seen
+from soak.tally import Tally
+from support.cluster import PairCluster, until
+
+ARRIVING = 4
+LATER = 4
+GENERATED = "pdcluster_tokens_generated_total"
+COMPUTED = "pdcluster_prompt_tokens_computed_total"
+
+
+async def kill_again_and_again(
+    cluster: PairCluster, bank: Bank, victim: Process, *, rounds: int, dice: random.Random
+) -> Tally:
+    """All rounds of one victim; stops early when the cluster does not come back."""
+    tally = Tally(victim.name, kind=victim.kind)
+    lying = files(cluster)
+    history = History()
+    try:
+        for _ in range(rounds):
+            await kill_once(cluster, bank, victim, dice=dice, tally=tally)
+            history.look(cluster)
+        assert lying == files(cluster), f"files came or went: {lying ^ files(cluster)}"
+    except AssertionError as error:
+        tally.violated(str(error))
+    for leak in history.leaks():
+        tally.violated(leak)
+    return tally
+
+
+async def kill_once(
+    cluster: PairCluster, bank: Bank, victim: Process, *, dice: random.Random, tally: Tally
+) -> None:
+    """One round.
+
+    Raises:
+        AssertionError: the cluster does not serve again, or is not idle again.
+    """
+    questions = bank.draw(dice)
+    moment = await _busy(cluster, bank, questions, dice)
+    pid = find(cluster, victim.name).pid
+    died_at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    arriving = [asyncio.create_task(bank.ask(question)) for question in questions[:ARRIVING]]
+    back = asyncio.create_task(_back(cluster, victim.name, pid))
+
+    for client, seen in zip(moment.clients, await asyncio.gather(*moment.clients), strict=True):
+        if client in moment.ended:
+            tally.served([seen])
+        else:
+            tally.ran(seen, died_at)
+    for seen in await asyncio.gather(*arriving):
+        tally.arrived(seen, died_at)
+    tally.moments[moment.name] += 1
+    tally.longest_outage_seconds = max(tally.longest_outage_seconds, await back - died_at)
+    tally.served(await asyncio.gather(*map(bank.ask, questions[-LATER:])))
+    await cluster.wait_idle()
+    faults = cluster.faults()
+    assert not faults, f"faults of our own: {faults[:3]}"
+    tally.rounds += 1
+
+
+class _Moment:
+    """All clients run, and it is time."""
+
+    def __init__(self, name: str, clients: list[asyncio.Task[Seen]]) -> None:
+        self.name = name
+        self.clients = clients
+        self.ended = {client for client in clients if client.done()}
+        """Those that were too quick to be part of it."""
+
+
+async def _busy(
+    cluster: PairCluster, bank: Bank, questions: list[Question], dice: random.Random
+) -> _Moment:
+    """Start all clients and wait for the moment that the dice have chosen."""
+    name, metric, most = dice.choice(
+        (
+            ("before any token", GENERATED, 0),
+            ("among prompts", COMPUTED, sum(len(question.ids) for question in questions)),
+            ("among answers", GENERATED, sum(question.tokens for question in questions) // 10),
+        )
+    )
+    wanted = dice.randrange(most) if most else 0
+    before = await cluster.count("engine", metric)
+    clients = [asyncio.create_task(bank.ask(question)) for question in questions]
+
+    async def reached() -> bool:
+        running, done = await asyncio.gather(
+            cluster.count("router", "pdcluster_in_flight"), cluster.count("engine", metric)
+        )
+        everybody = running + sum(client.done() for client in clients) >= len(clients)
+        return everybody and done - before >= wanted
+
+    await until(reached, f"{name}: {len(clients)} requests running, {wanted} tokens through")
+    return _Moment(name, clients)
+
+
+async def _back(cluster: PairCluster, name: str, pid: int) -> float:
+    """Wait until another process does the victim's work; when that was."""
+    await until(lambda: _replaced(cluster, name, pid), f"another {name}")
+    await until(cluster.ready, "ready again")
+    return time.monotonic()
+
+
+async def _replaced(cluster: PairCluster, name: str, pid: int) -> bool:
+    try:
+        return find(cluster, name).pid not in {0, pid}
+    except LookupError:
+        return False
