@@ -187,7 +187,8 @@ async def test_a_second_answer_to_one_write_is_counted_and_dropped(cluster: Faul
     outcome = await ask(cluster, "seed=3,Duplicate=0.1")
 
     unknown = 'pdcluster_dropped_total{what="operation_unknown"}'
-    assert 0 < outcome.injected(Fault.DUPLICATE) == outcome.grown(Role.PREFILL, unknown)
+    # Writes to a session that was fenced before may end meanwhile, and are unknown too.
+    assert 0 < outcome.injected(Fault.DUPLICATE) <= outcome.grown(Role.PREFILL, unknown)
     assert 0 == outcome.wrong
 
 
