@@ -205,7 +205,7 @@ class PairCluster:
         pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
         return {name: float(value) for name, value in pairs}
 
-    async def count(self, kind: str, name: str, **labels: str) -> int:
+    async def count(self, kind: str, name: str, /, **labels: str) -> int:
         """The sum of a metric over all processes of a kind."""
         return total(await self._samples(kind), name, **labels)
 
@@ -286,10 +286,10 @@ class PairCluster:
             **fields,
         }
 
-    async def alone(self, ids: list[int], tokens: int) -> Ended:
+    async def alone(self, ids: list[int], tokens: int, **fields: Any) -> Ended:
         """What one decode engine answers by itself, without a peer."""
         url = next(p for p in self.specs("engine") if p.role == Role.DECODE).ready_url
-        raw = json.dumps(self.body(ids, tokens)).encode()
+        raw = json.dumps(self.body(ids, tokens, **fields)).encode()
         authority = urlsplit(url).netloc
         headers = {HEADER: self._signer.sign("POST", "/generate", raw, authority=authority)}
         url = url.replace("/health", "/generate")
@@ -297,10 +297,10 @@ class PairCluster:
         assert 200 == status, answer
         return _ended(status, json.loads(answer), done=True)
 
-    async def generate(self, ids: list[int], tokens: int) -> Ended:
+    async def generate(self, ids: list[int], tokens: int, **fields: Any) -> Ended:
         """One whole answer; a broken connection is an end too, and not a clear one."""
         try:
-            status, answer = await self.post("/generate", self.body(ids, tokens))
+            status, answer = await self.post("/generate", self.body(ids, tokens, **fields))
         except aiohttp.ClientError:
             return Ended(0, [], [], ends=0)
         if status != 200:
