@@ -33,7 +33,7 @@ class Bodies:
         """The whole body, counted for as long as the block runs; `request.read` gives it again.
 
         Raises:
-            WireError: it did not arrive in time.
+            WireError: it did not arrive in time, or the client left before its end.
             Overloaded: all bodies together are too many.
             web.HTTPRequestEntityTooLarge: it is over the application's own bound.
         """
@@ -48,6 +48,8 @@ class Bodies:
                 raise WireError(
                     f"the body did not arrive within {self._seconds:g} s; send it faster"
                 ) from error
+            except ConnectionError as error:
+                raise WireError("the client left before the end of its body") from error
             body = b"".join(pieces)
             # Where the library keeps a body that was read; it has no other way to count pieces.
             request._read_bytes = body  # noqa: SLF001
