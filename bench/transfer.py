@@ -1,14 +1,16 @@
 """The KV cache of a long prompt: how many bytes, how fast, and what share of the time it is.
 
-The bytes move layer by layer while later chunks compute, so most of the transfer costs no time of
-the request. What it does cost is the tail after the last chunk. The peer is the same transport
-moving as many bytes with nothing else to do.
+First the transport alone, at the size of GLM-5.3 and beside bare Mooncake (`transfer_geometry`).
+Then whole requests: their bytes move layer by layer while later chunks compute, so most of the
+transfer costs no time of the request. What it does cost is the tail after the last chunk. The peer
+is the same transport moving as many bytes with nothing else to do.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from bench import transfer_geometry
 from bench.answers import Timed, ask, body, prompt_text
 from bench.bare_transport import bytes_per_second
 from bench.cluster import Cluster, running
@@ -34,7 +36,8 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 def run(report: Report) -> None:
-    """Some long prompts, each both ways, then the transport by itself."""
+    """The transport alone, then some long prompts, each both ways."""
+    transfer_geometry.run(report)
     with running(MODEL) as cluster:
         watch = Watch(cluster)
         repeats = report.times(REPEATS)

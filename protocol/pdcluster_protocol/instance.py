@@ -144,9 +144,10 @@ class InstanceNode:
         """
         pod = pod or self._plan.pod
         refused = self.refusal(hello, node=pod.node)
-        address = self._plan.address(hello.coordinate, pod)
         if refused:
-            return HelloAnswer("", address, refused)
+            # A coordinate that is refused may be any number, and has no address.
+            return HelloAnswer("", self._plan.address(RankCoordinate(), pod), refused)
+        address = self._plan.address(hello.coordinate, pod)
         if not self.incarnation:
             self._adopted = bool(hello.incarnation)
             self.incarnation = hello.incarnation or minted

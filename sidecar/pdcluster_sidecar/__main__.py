@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(config: SidecarConfig, ring: KeyRing) -> None:
+    # Libraries left a hundred thousand objects; walking them would stop the relay for milliseconds.
+    gc.freeze()
     log = configure_logging(component="sidecar", instance=config.instance, role=config.role)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

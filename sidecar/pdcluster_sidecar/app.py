@@ -11,6 +11,8 @@ from aiohttp import web
 from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier, own_authorities
 from pdcluster_protocol.config import SidecarConfig
 from pdcluster_protocol.errors import PDClusterError, Unauthorized, WireError
+from pdcluster_sidecar.bodies import Bodies
+from pdcluster_sidecar.connections import CONNECTIONS, Connections
 from pdcluster_sidecar.ranks import Ranks
 from pdcluster_sidecar.relay import Relay
 from pdcluster_sidecar.routes import control, health, pods, registry
@@ -37,7 +39,9 @@ def build_app(
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await guard.handle(request, handler)
 
-    app = web.Application(middlewares=[guarded], client_max_size=BODY_BYTES_MAX)
+    connections = Connections()
+    app = web.Application(middlewares=[connections.mark, guarded], client_max_size=BODY_BYTES_MAX)
+    app[CONNECTIONS] = connections
     health.add(app, ranks, metrics)
     registry.add(app, ranks.registry)
     control.add(app, ranks=ranks, relay=relay, metrics=metrics, signer=signer)
@@ -52,15 +56,14 @@ class _Guard:
         self._config = config
         self._verifier = verifier
         self._metrics = metrics
+        self._bodies = Bodies()
         self._interop = config.interop == "Allow"
 
     async def handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check, handle, and answer an error in the words of the path."""
         ours = request.path.startswith(SIGNED_PREFIX)
         try:
-            if ours or (request.path in registry.PATHS and not self._interop):
-                request[control.SESSION] = await self._signed_by(request)
-            return await handler(request)
+            return await self._answer(request, handler, ours=ours)
         except Unauthorized as error:
             self._metrics.unauthorized.inc()
             if ours:
@@ -74,13 +77,22 @@ class _Guard:
         except PDClusterError as error:
             return _error(error)
 
-    async def _signed_by(self, request: web.Request) -> str:
-        header = request.headers.get(HEADER)
-        # Without a header there is nothing to check a body against.
-        body = await request.read() if header else b""
+    async def _answer(
+        self, request: web.Request, handler: Handler, *, ours: bool
+    ) -> web.StreamResponse:
+        signed = ours or (request.path in registry.PATHS and not self._interop)
+        if signed and not request.headers.get(HEADER):
+            # There is nothing to check a body against, so none is taken in.
+            self._verify(request, b"")
+        async with self._bodies.read(request) as body:
+            if signed:
+                request[control.SESSION] = self._verify(request, body)
+            return await handler(request)
+
+    def _verify(self, request: web.Request, body: bytes) -> str:
         config, sockname = self._config, request.get_extra_info("sockname")
         return self._verifier.verify(
-            header,
+            request.headers.get(HEADER),
             request.method,
             request.raw_path,
             body,

@@ -31,6 +31,8 @@ HELLO_SECONDS: Final = 10.0
 UNSENT_BYTES_MAX: Final = FRAME_BYTES_MAX
 """What an engine that does not read may leave here; beyond it messages are dropped."""
 CONNECTIONS_MAX: Final = 1024
+REJOIN_SECONDS: Final = 2.0
+"""An engine that lost its sidecar dials again at least every second."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
@@ -50,9 +52,12 @@ class LinkOwner(Protocol):
 class Link(asyncio.Protocol):
     """One rank's connection."""
 
-    def __init__(self, owner: LinkOwner, count: Callable[[int], int]) -> None:
+    def __init__(
+        self, owner: LinkOwner, count: Callable[[int], int], joined: asyncio.Event
+    ) -> None:
         self._owner = owner
         self._count = count
+        self._joined = joined
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -119,6 +124,8 @@ class Link(asyncio.Protocol):
             if self._hello_timer is not None:
                 self._hello_timer.cancel()
             self._owner.greeted(self, message)
+            if self.coordinate is not None:
+                self._joined.set()
         elif self.coordinate is None:
             raise WireError(f"{type(message).__name__} before the hello was answered")
         else:
@@ -136,6 +143,8 @@ class LinkServer:
         self._owner = owner
         self._server: asyncio.Server | None = None
         self._connections = 0
+        self._inherited = False
+        self._joined = asyncio.Event()
 
     async def start(self) -> None:
         """Bind; a file that a killed sidecar left is taken over, that of a living one is not.
@@ -143,33 +152,52 @@ class LinkServer:
         Raises:
             ConfigError: the path is in use, too long, or cannot be bound.
         """
-        self._clear_stale()
+        self._inherited = self._clear_stale()
         loop = asyncio.get_running_loop()
         before = os.umask(0o177)
         try:
             self._server = await loop.create_unix_server(
-                lambda: Link(self._owner, self._change), str(self._path), backlog=128
+                lambda: Link(self._owner, self._change, self._joined), str(self._path), backlog=128
             )
         except OSError as error:
             raise ConfigError(f"link_path {self._path}: {error.strerror or error}") from error
         finally:
             os.umask(before)
 
+    async def rejoined(self) -> bool:
+        """Where a sidecar before us left its file, wait for its engine, which may live.
+
+        Until a rank has come back we would name no incarnation, which is what a dead engine looks
+        like. False when none came in time.
+        """
+        if not self._inherited:
+            return True
+        try:
+            async with asyncio.timeout(REJOIN_SECONDS):
+                return await self._joined.wait()
+        except TimeoutError:
+            return False
+
     async def close(self) -> None:
-        """Stop listening and remove the file; the links close with the process."""
+        """Stop listening; the links close with the process.
+
+        The file stays if an engine is linked: it tells the next sidecar to wait for it.
+        """
         if self._server is not None:
             self._server.close()
-            self._path.unlink(missing_ok=True)
+            if self._connections == 0:
+                self._path.unlink(missing_ok=True)
 
     def _change(self, by: int) -> int:
         self._connections += by
         return self._connections
 
-    def _clear_stale(self) -> None:
+    def _clear_stale(self) -> bool:
+        """Remove what a sidecar before us left; whether there was anything."""
         try:
             mode = self._path.lstat().st_mode
         except FileNotFoundError:
-            return
+            return False
         except OSError as error:
             raise ConfigError(f"link_path {self._path}: {error.strerror}") from error
         if not stat.S_ISSOCK(mode):
@@ -179,6 +207,7 @@ class LinkServer:
             if probe.connect_ex(str(self._path)) == 0:
                 raise ConfigError(f"link_path {self._path} is served by another sidecar")
         self._path.unlink(missing_ok=True)
+        return True
 
 
 def _credentials(transport: asyncio.Transport) -> tuple[int, int]:

@@ -19,10 +19,12 @@ import httptools
 from yarl import URL
 
 from pdcluster_protocol.authentication import HEADER, HttpVerifier, own_authorities
+from pdcluster_protocol.callers import Callers
 from pdcluster_protocol.config import SidecarConfig
 from pdcluster_protocol.errors import Unauthorized
 from pdcluster_protocol.push.registration import RANKS_MAX
 from pdcluster_protocol.push.registry import Answer, RegistryNode
+from pdcluster_sidecar.connections import Refused
 
 PATH: Final = b"/route"
 ANSWERS_MAX: Final = 2 * RANKS_MAX
@@ -129,11 +131,19 @@ class RouteConnection(asyncio.Protocol):
         self._held = b""
         self._pieces = 0
         self.idle_since = self._path.now()
+        self._path.callers.answered(self)
         self._transport.write(answer)
 
     def close(self) -> None:
         """End the connection."""
         self._transport.close()
+
+    def give_way(self) -> bool:
+        """Make room for another one, unless it is gone already."""
+        if self not in self._path.open:
+            return False
+        self._transport.abort()
+        return True
 
     def _hold(self, data: bytes) -> bool:
         self._held = data
@@ -169,12 +179,17 @@ class RoutePath:
         self.library = library
         self.open: set[RouteConnection] = set()
         """Those that the library does not have."""
+        self.callers: Callers[RouteConnection] = Callers(RouteConnection.give_way)
 
-    def __call__(self) -> RouteConnection:
+    def __call__(self) -> asyncio.Protocol:
         """A connection's protocol, for `create_server`."""
         if self._sweep is None:
             self._sweep = self._loop.call_later(IDLE_SECONDS / 5, self._close_idle)
-        return RouteConnection(self)
+        if not self.callers.make_room(self.open):
+            return Refused()
+        connection = RouteConnection(self)
+        self.callers.came(connection)
+        return connection
 
     def now(self) -> float:
         return self._loop.time()

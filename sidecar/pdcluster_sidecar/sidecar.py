@@ -16,6 +16,7 @@ from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.limits import Limits
 from pdcluster_sidecar.app import build_app
 from pdcluster_sidecar.client import SidecarClient
+from pdcluster_sidecar.connections import CONNECTIONS
 from pdcluster_sidecar.context import Context
 from pdcluster_sidecar.follower import Follower, FollowerRelay
 from pdcluster_sidecar.heartbeat import beat
@@ -61,6 +62,7 @@ class Sidecar:
             signer=signer,
             verifier=verifier,
         )
+        self._connections = app[CONNECTIONS]
         self._runner = web.AppRunner(
             app, access_log=None, logger=server_logger(), shutdown_timeout=CLOSE_SECONDS
         )
@@ -110,6 +112,9 @@ class Sidecar:
         self._relay.start()
         await self._links.start()
         await self._runner.setup()
+        # Who asks before that takes a living engine for a dead one.
+        if not await self._links.rejoined():
+            self._log.warning("no engine came back", link=config.link_path)
         try:
             self._server = await asyncio.get_running_loop().create_server(
                 self._route_path, config.host, config.http_port, backlog=512
@@ -130,7 +135,7 @@ class Sidecar:
 
     def _library_connection(self) -> asyncio.Protocol:
         # It is there since the set-up, which comes before the first connection.
-        return cast("web.Server", self._runner.server)()
+        return self._connections.admit(cast("web.Server", self._runner.server))
 
     async def _close(self) -> None:
         await self._links.close()

@@ -14,6 +14,7 @@ from fuzz.wire import PLAIN, SEALED
 from pdcluster_engine.memory.metadata import MetadataRow, MetadataTable, metadata_bytes, row_fault
 from pdcluster_engine.memory.window import HostWindow
 from pdcluster_protocol.codec import engine_to_sidecar
+from pdcluster_protocol.topology import RankCoordinate
 
 CHECKS = {target.name: target.check for target in TARGETS}
 DEEP = 5000
@@ -34,6 +35,13 @@ def _impossible_hello() -> Parts:
     fields = msgspec.msgpack.decode(engine_to_sidecar.encode(HELLO))
     fields["parallel"] = {"tp": 3, "dp": 2}
     return [msgspec.msgpack.encode(fields)]
+
+
+def test_a_rank_that_cannot_be_is_refused_in_an_answer_that_can_be_sent() -> None:
+    place = RankCoordinate(1, 0, 0, (1 << 64) - 1)
+    hello = msgspec.structs.replace(HELLO, coordinate=place)
+
+    assert CHECKS["link from engine"]([engine_to_sidecar.encode(hello)])
 
 
 FOUND: list[tuple[str, Parts]] = [

@@ -4,8 +4,8 @@ Prefill writes through `FaultyTransport` over real Mooncake; router, sidecars an
 they always are. Each case asks the same requests, eight at a time, while a seeded share of the
 writes is broken. A request that was hit fails with its reason or has the right tokens all the same;
 its neighbours have the right tokens, from a pool in which pages are handed on at once; and in the
-end every page and slot is back. `PDCLUSTER_FAULT_ROUNDS` says how many seeds
-of each case are tried (1).
+end every page and slot is back. `PDCLUSTER_FAULT_ROUNDS` says how many seeds each case is tried
+with, by default one.
 """
 
 from __future__ import annotations
@@ -61,12 +61,11 @@ class Case(msgspec.Struct, frozen=True):
         return sum(dice.random() < self.share for _ in range(writes))
 
 
-FLIPPED = Case(Fault.FLIPPED_BYTE, 0.003, MISMATCH)
 EARLY = Case(Fault.EARLY_COMPLETION, 0.003, MISMATCH, late_seconds=0.3)
 # The late bytes come when the request has failed: a failed write waits 6 s for a new session.
 ERROR = Case(Fault.ERROR_THEN_WRITE, 0.003, FAILED, late_seconds=6.5)
 CASES = (
-    FLIPPED,
+    Case(Fault.FLIPPED_BYTE, 0.003, MISMATCH),
     Case(Fault.TRUNCATED_RUN, 0.003, MISMATCH),
     EARLY,
     ERROR,
@@ -79,11 +78,11 @@ BELIEVES = "decode believes the ABORT_ACK of a writer whose bytes were not where
 
 
 def fatal_seeds(case: Case) -> Iterator[int]:
-    """Seeds that hit few requests: fences take a port each, which the kernel keeps for a minute."""
+    """Seeds that hit one or two requests: a fence delays, and takes a port for a minute."""
     return (
         seed
         for seed in itertools.count(1)
-        if 2 <= case.hits(seed, 600) <= case.hits(seed, 1400) <= 4
+        if 1 <= case.hits(seed, 600) <= case.hits(seed, 1400) <= 2
     )
 
 
@@ -98,8 +97,9 @@ def runs() -> Iterator[object]:
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What all requests under one plan brought."""
+    """What requests under one plan brought."""
 
+    prompts: list[list[int]]
     ends: list[Ended]
     before: dict[Role, dict[str, float]]
     after: dict[Role, dict[str, float]]
@@ -113,7 +113,7 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def wrong(self) -> int:
         """How many answers hold a token or a logprob that the oracle does not."""
-        pairs = zip(PROMPTS, self.ends, strict=True)
+        pairs = zip(self.prompts, self.ends, strict=True)
         return sum(not is_right(end, ids) for ids, end in pairs)
 
     def grown(self, role: Role, name: str) -> float:
@@ -177,10 +177,10 @@ async def test_a_broken_write_is_never_decoded(
 @pytest.mark.xfail(reason=BELIEVES)
 async def test_decode_maps_its_memory_anew_when_bytes_are_not_there(cluster: FaultyCluster) -> None:
     """They may still come, and whoever said that they are there says nothing worth waiting for."""
-    outcome = await ask(cluster, FLIPPED.plan(next(fatal_seeds(FLIPPED))))
+    outcome = await ask(cluster, "seed=1,TruncatedRun=1", PROMPTS[:1])
 
-    assert 0 < outcome.failures[MISMATCH]
-    assert 0 < outcome.restarts["decode fence"]
+    assert Counter({MISMATCH: 1}) == outcome.failures
+    assert Counter({"decode fence": 1}) == outcome.restarts
 
 
 async def test_a_second_answer_to_one_write_is_counted_and_dropped(cluster: FaultyCluster) -> None:
@@ -263,8 +263,8 @@ async def test_without_verification_only_the_echo_of_the_room_finds_an_early_com
     await assert_nothing_is_left(unverified)
 
 
-async def ask(cluster: FaultyCluster, plan: str) -> Outcome:
-    """All requests under a plan, a few at a time; returns when nothing is left of them."""
+async def ask(cluster: FaultyCluster, plan: str, prompts: list[list[int]] = PROMPTS) -> Outcome:
+    """Requests under a plan, a few at a time; returns when nothing is left of them."""
     before = {role: await cluster.metrics(role) for role in Role}
     places = asyncio.Semaphore(PARALLEL)
 
@@ -273,10 +273,11 @@ async def ask(cluster: FaultyCluster, plan: str) -> Outcome:
             return await cluster.generate(ids, TOKENS)
 
     cluster.plan(plan)
-    ends = await asyncio.gather(*(one(ids) for ids in PROMPTS))
+    ends = await asyncio.gather(*(one(ids) for ids in prompts))
     cluster.plan(HONEST)
     await cluster.wait_idle()
-    return Outcome(ends, before, {role: await cluster.metrics(role) for role in Role})
+    after = {role: await cluster.metrics(role) for role in Role}
+    return Outcome(prompts, ends, before, after)
 
 
 def is_right(end: Ended, ids: list[int]) -> bool:

@@ -269,15 +269,12 @@ async def test_nonsense_on_the_link_closes_that_link_alone(sidecar: SidecarProce
 
 
 async def test_sigterm_ends_it_cleanly_and_removes_the_socket(sidecar: SidecarProcess) -> None:
-    engine = FakeEngine(sidecar.config)
-    await engine.open()
     loop = asyncio.get_running_loop()
     start = loop.time()
 
     assert 0 == await sidecar.stop(signal.SIGTERM)
     assert loop.time() - start < 2.0
     assert not Path(sidecar.config.link_path).exists()
-    await engine.die()
 
 
 async def test_it_stays_small_and_shows_no_secret(sidecar: SidecarProcess) -> None:

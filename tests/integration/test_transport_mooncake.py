@@ -68,8 +68,8 @@ def test_thousands_of_pieces_of_one_operation_land_and_end_as_one(
     assert written.digest == receiver.wait(Completed).digest
     expected = bytearray(receiver.nbytes)
     for i in range(pieces):
-        place = 40 + i * near
-        expected[place : place + nbytes] = content[5 + i * far :][:nbytes]
+        place, origin = 40 + i * near, 5 + i * far
+        expected[place : place + nbytes] = content[origin : origin + nbytes]
     assert bytes(expected) == receiver.read()
     last = receiver.nbytes - (pieces - 1) * near - nbytes
     beyond = peer.base_address + last + 1
@@ -263,6 +263,8 @@ def test_a_hung_peer_fails_its_writes_and_stays_reachable_after_it_resumes(
     sender.write(peer, source=0, destination=0, nbytes=64)
     assert sender.wait(Completed).ok
     os.kill(receiver.pid, signal.SIGSTOP)
+    # Until it has stopped a write this short might still land.
+    os.waitid(os.P_PID, receiver.pid, os.WSTOPPED | os.WNOWAIT)
     sender.write(peer, source=0, destination=0, nbytes=256 * KIB)
     completed = sender.wait(Completed)
     assert not completed.ok

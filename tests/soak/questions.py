@@ -15,7 +15,6 @@ from enum import StrEnum
 import msgspec
 
 from support.cluster import Ended, PairCluster
-from support.model_runs import prompt
 
 SETS = 3
 ORACLES_IN_PARALLEL = 8
@@ -58,11 +57,13 @@ class Seen(msgspec.Struct, frozen=True):
 class Bank:
     """Sets of questions with their answers."""
 
-    def __init__(self, cluster: PairCluster, *, clients: int, deadline_seconds: float) -> None:
+    def __init__(
+        self, cluster: PairCluster, *, clients: int, deadline_seconds: float, sets: int = SETS
+    ) -> None:
         self._cluster = cluster
         self._deadline_seconds = deadline_seconds
         self._answers: dict[Question, Ended] = {}
-        self._sets = [_questions(clients, seed=number) for number in range(SETS)]
+        self._sets = [_questions(clients, seed=number) for number in range(sets)]
 
     async def prepare(self) -> None:
         """Let one engine answer everything alone."""
@@ -104,6 +105,12 @@ def _questions(count: int, *, seed: int) -> list[Question]:
         )
         for index in range(count)
     ]
+
+
+def prompt(length: int, *, seed: int) -> list[int]:
+    """Token ids that every model has."""
+    draw = random.Random(f"{seed}/{length}")
+    return [draw.randrange(256) for _ in range(length)]
 
 
 def judge(right: Ended, seen: Ended, at: float, *, exact: bool) -> Seen:

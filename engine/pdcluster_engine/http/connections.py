@@ -1,77 +1,42 @@
-"""The connections of clients: bounded, and whoever asks for nothing makes room first.
-
-An open connection costs a descriptor and some memory, whether or not anything is asked on it. Over
-the bound a newcomer takes the place of the connection that has been without a request longest, so
-many idle ones shut nobody out; while all are being answered, the newcomer is told to come again.
-"""
+"""The connections of clients, bounded as `callers` says."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Final, cast
 
 from aiohttp import web
 
-CONNECTIONS_MAX: Final = 4096
-CLOSED_KEPT_MAX: Final = 256
-"""So many closed connections may be remembered before they are swept."""
-BUSY: Final = (
-    b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\nRetry-After: 1\r\n"
-    b"Connection: close\r\n\r\n"
-)
+from pdcluster_protocol.callers import BUSY, CONNECTIONS_MAX, Callers
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Connections:
-    """Which connections are being answered, and which may be closed for others."""
+    """Which connections of one server are being answered, and which may be closed for others."""
 
-    __slots__ = ("_busy", "_connections_max", "_idle", "closed", "refused")
+    __slots__ = ("callers",)
 
     def __init__(self, *, connections_max: int = CONNECTIONS_MAX) -> None:
-        self._connections_max = connections_max
-        self._busy: set[web.RequestHandler] = set()
-        self._idle: OrderedDict[web.RequestHandler, None] = OrderedDict()
-        """In the order of their last answer, or of their beginning; some are closed already."""
-        self.closed = 0
-        """Idle ones that made room."""
-        self.refused = 0
+        self.callers: Callers[web.RequestHandler] = Callers(_close, connections_max=connections_max)
 
     @web.middleware
     async def mark(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Know that a connection is being answered."""
-        connection = request.protocol
-        self._idle.pop(connection, None)
-        self._busy.add(connection)
+        self.callers.asked(request.protocol)
         try:
             return await handler(request)
         finally:
-            self._busy.discard(connection)
-            self._idle[connection] = None
+            self.callers.answered(request.protocol)
 
     def admit(self, server: web.Server) -> asyncio.Protocol:
         """The protocol of a new connection, after making room for it."""
-        open_now = server.connections
-        if len(self._idle) > len(open_now) + CLOSED_KEPT_MAX:
-            still = set(open_now)
-            self._idle = OrderedDict((each, None) for each in self._idle if each in still)
-        if len(open_now) >= self._connections_max and not self._made_room():
-            self.refused += 1
-            return _Refused()
+        if not self.callers.make_room(server.connections):
+            return Refused()
         connection = server()
-        self._idle[connection] = None
+        self.callers.came(connection)
         return connection
-
-    def _made_room(self) -> bool:
-        while self._idle:
-            longest, _ = self._idle.popitem(last=False)
-            if longest.transport is not None:
-                longest.force_close()
-                self.closed += 1
-                return True
-        return False
 
 
 CONNECTIONS: Final = web.AppKey("connections", Connections)
@@ -95,10 +60,20 @@ class BoundedSite(web.TCPSite):
         )
 
 
-class _Refused(asyncio.Protocol):
+class Refused(asyncio.Protocol):
     """One connection too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         closing = cast("asyncio.Transport", transport)
         closing.write(BUSY)
         closing.close()
+
+
+def _close(connection: web.RequestHandler) -> bool:
+    transport = connection.transport
+    if transport is None:
+        return False
+    connection.force_close()
+    # Whoever does not read its answer would keep a closing connection for ever.
+    transport.abort()
+    return True

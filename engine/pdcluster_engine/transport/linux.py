@@ -86,6 +86,11 @@ class Timer:
         """Readable from the deadline on, until `arm` is called again."""
         return self._fd
 
+    @property
+    def at(self) -> float | None:
+        """When it fires; `None` when it is disarmed or its firing was taken note of."""
+        return self._at
+
     def arm(self, at: float | None) -> None:
         """Fire once at `at` on the monotonic clock (the past: now); `None` disarms."""
         if at == self._at:

@@ -91,6 +91,8 @@ class SupervisedTransport:
         self._epoll.register(self._timer.fileno(), select.EPOLLIN)
         self._state = State.NEW
         self._child: Life | None = None
+        self._watched_unsent = False
+        """Whether the epoll waits until the channel takes more."""
         self._generation = 0
         self._fence_asked = False
         self._cause = ""
@@ -139,8 +141,7 @@ class SupervisedTransport:
             self._heard_at = time.monotonic()
             self._arm()
         self._child.channel.send([request])
-        if self._child.channel.unsent_bytes:
-            self._watch_channel(self._child)
+        self._watch_channel(self._child)
 
     def fence(self) -> None:
         """See `port.Transport`; a second call before `Fenced` changes nothing."""
@@ -204,6 +205,7 @@ class SupervisedTransport:
             self._timer.arm(0.0)
             return
         self._child = child
+        self._watched_unsent = False
         for fd in (child.channel.fileno(), child.stderr_fd, child.end_fd):
             self._epoll.register(fd, select.EPOLLIN)
         self._enter(State.STARTING)
@@ -215,13 +217,15 @@ class SupervisedTransport:
         messages: list[FromProcess] = []
         closed = ""
         if self._state is not State.ENDING and child.channel.fileno() in ready:
-            child.channel.flush()
             try:
                 messages = child.channel.receive()
             except ChannelClosed as error:
                 closed = str(error)
-            self._watch_channel(child)
-        if ready & {child.stderr_fd, child.channel.fileno()} and not child.stderr.drain():
+            if self._watched_unsent:
+                child.channel.flush()
+                self._watch_channel(child)
+        log_wanted = child.stderr_fd in ready or closed or any(map(_is_failure, messages))
+        if log_wanted and not child.stderr.drain():
             self._forget(child.stderr_fd)
         for message in messages:
             self._hear(child, message)
@@ -330,15 +334,22 @@ class SupervisedTransport:
                 return None
 
     def _arm(self) -> None:
-        self._timer.arm(self._due_at())
+        due = self._due_at()
+        # What was due earlier, and is no longer, costs one turn when the timer fires; setting it
+        # anew would cost a system call with every answer.
+        if due is not None and (self._timer.at is None or due < self._timer.at):
+            self._timer.arm(due)
 
     def _enter(self, state: State) -> None:
         self._state = state
         self._since = time.monotonic()
 
     def _watch_channel(self, child: Life) -> None:
-        wanted = select.EPOLLIN | (select.EPOLLOUT if child.channel.unsent_bytes else 0)
-        self._epoll.modify(child.channel.fileno(), wanted)
+        unsent = bool(child.channel.unsent_bytes)
+        if unsent != self._watched_unsent:
+            self._watched_unsent = unsent
+            wanted = select.EPOLLIN | (select.EPOLLOUT if unsent else 0)
+            self._epoll.modify(child.channel.fileno(), wanted)
 
     def _forget(self, fd: int) -> None:
         try:
@@ -355,3 +366,7 @@ def _named(completed: Completed, child: Life) -> Completed:
     cause = child.stderr.cause()
     detail = f"{completed.detail}: {cause}" if cause else completed.detail
     return failed(completed.operation, detail)
+
+
+def _is_failure(message: FromProcess) -> bool:
+    return isinstance(message, Completed) and not message.ok

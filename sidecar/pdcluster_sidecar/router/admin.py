@@ -16,6 +16,7 @@ from pdcluster_protocol.authentication import HEADER, HttpVerifier, own_authorit
 from pdcluster_protocol.config import RouterConfig
 from pdcluster_protocol.errors import InvalidRequest, NotReady, PDClusterError, Reason
 from pdcluster_protocol.undecodable import UNDECODABLE
+from pdcluster_sidecar.bodies import Bodies
 from pdcluster_sidecar.router.canary import CanaryAnswer, CanaryRequest
 from pdcluster_sidecar.router.members import Members
 from pdcluster_sidecar.router.replies import Failure
@@ -41,6 +42,7 @@ class Admin:
         verifier: HttpVerifier,
         run_canary: RunCanary,
     ) -> None:
+        self._bodies = Bodies()
         self._config = config
         self._members = members
         self._metrics = metrics
@@ -68,9 +70,11 @@ class Admin:
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         try:
-            if request.path not in OPEN:
-                await self._require_signed(request)
-            return await handler(request)
+            if request.path in OPEN:
+                return await handler(request)
+            async with self._bodies.read(request) as body:
+                self._verify(request, body)
+                return await handler(request)
         except web.RequestPayloadError as error:
             message = f"the body is not what its headers say: {error}"
             return _failed(Failure.because(Reason.INVALID_REQUEST, message))
@@ -81,13 +85,13 @@ class Admin:
             message = f"{request.method} {request.path[:200]}: {error.reason}"
             return _failed(Failure(status=error.status, reason=reason, message=message))
 
-    async def _require_signed(self, request: web.Request) -> None:
+    def _verify(self, request: web.Request, body: bytes) -> None:
         config, sockname = self._config, request.get_extra_info("sockname")
         self._verifier.verify(
             request.headers.get(HEADER),
             request.method,
             request.raw_path,
-            await request.read(),
+            body,
             authorities=own_authorities(config.host, config.admin_port, sockname),
         )
 

@@ -259,10 +259,9 @@ class Members:
         self._check_card(watched.member, card)
         codec = await self._codec_of(watched.address, card)
         slots = tuple(
-            Slot(card.instance, dp_rank, RankAddress(watched.member.host, http_port))
-            for dp_rank, http_port in sorted(
-                {r.coordinate.dp: r.http_port for r in card.ranks}.items()
-            )
+            # Each on the host of its own pod: an instance may have several.
+            Slot(card.instance, dp_rank, RankAddress(rank.address.host, rank.http_port))
+            for dp_rank, rank in sorted({r.coordinate.dp: r for r in card.ranks}.items())
         )
         watched.card = card
         watched.slots = slots

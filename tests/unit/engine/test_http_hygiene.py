@@ -14,8 +14,9 @@ import pytest
 import pytest_asyncio
 
 from pdcluster_engine.http.bodies import Bodies
-from pdcluster_engine.http.connections import BUSY, Connections
+from pdcluster_engine.http.connections import Connections
 from pdcluster_engine.submission import Submission
+from pdcluster_protocol.callers import BUSY
 from pdcluster_protocol.limits import Limits
 from support.scripted_engine import WAIT_SECONDS, ScriptedEngine, Step, serving, spell
 
@@ -148,7 +149,7 @@ async def test_idle_connections_make_room_for_new_ones(
             assert 200 == (await status_of(address, b'{"prompt": "a"}'))[0], number
         assert b"" == await idle[0].rest()
         # Later newcomers left by themselves.
-        assert 1 == connections.closed
+        assert 1 == connections.callers.closed
 
 
 async def test_who_was_answered_last_is_not_the_first_to_make_room(
@@ -161,7 +162,7 @@ async def test_who_was_answered_last_is_not_the_first_to_make_room(
             async with kept.get("/health") as answer:
                 assert 200 == answer.status
             await clients(address)
-            assert max(0, number + 2 - FEW) == connections.closed
+            assert max(0, number + 2 - FEW) == connections.callers.closed
 
 
 async def test_while_all_are_being_answered_a_newcomer_is_told_to_come_again(
@@ -182,4 +183,4 @@ async def test_while_all_are_being_answered_a_newcomer_is_told_to_come_again(
         assert BUSY == await (await clients(address)).rest()
         gate.set()
         assert [200] * FEW == [(await each)[0] for each in busy]
-        assert (0, 1) == (connections.closed, connections.refused)
+        assert (0, 1) == (connections.callers.closed, connections.callers.refused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pdcluster_protocol.errors import ConfigError
@@ -12,6 +14,7 @@ from pdcluster_protocol.fault_plan import (
     parse_fault_plan,
     require_faults,
 )
+from support.guards import ROOT
 
 
 def test_a_plan_says_seed_delay_and_shares() -> None:
@@ -68,3 +71,9 @@ def test_nothing_a_plan_and_a_file_are_what_may_be_asked_for(text: str) -> None:
 def test_anything_else_is_refused(expected: str, text: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         require_faults(text, field="f")
+
+
+def test_the_documentation_tabulates_every_fault() -> None:
+    text = (ROOT / "docs/concepts/verification.md").read_text(encoding="utf-8")
+
+    assert sorted(Fault) == sorted(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
