@@ -55,6 +55,14 @@ READERS: tuple[Callable[[bytes], msgspec.Struct], ...] = (
     lambda raw: decode_config(raw, SidecarConfig, source="fuzz.json"),
     lambda raw: decode_config(raw, RouterConfig, source="fuzz.json"),
 )
+SIDECAR = SidecarConfig(
+    cluster="c",
+    instance="c-prefill-0",
+    role=Role.PREFILL,
+    host="127.64.0.1",
+    link_path="link",
+    keys_folder="keys",
+)
 CONFIGS: tuple[msgspec.Struct, ...] = (
     EngineConfig(
         cluster="c",
@@ -68,14 +76,7 @@ CONFIGS: tuple[msgspec.Struct, ...] = (
         max_context=4096,
         device="cuda:1",
     ),
-    SidecarConfig(
-        cluster="c",
-        instance="c-prefill-0",
-        role=Role.PREFILL,
-        host="127.64.0.1",
-        link_path="link",
-        keys_folder="keys",
-    ),
+    SIDECAR,
     RouterConfig(
         cluster="c",
         keys_folder="keys",

@@ -1,29 +1,38 @@
-"""The HTTP ports: registry bodies, our own control bodies, signatures, and clients' connections."""
+"""What comes over HTTP: registry bodies, our own control bodies, signatures."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
 
-from fuzz.link import CARD, PLAN
+from fuzz.link import CARD, HELLO, PLAN
 from fuzz.mutation import Parts
 from fuzz.target import Target, one_part
-from fuzz.wire import KEY
+from fuzz.wire import KEY, PEER
 from pdcluster_protocol.authentication import HttpSigner, HttpVerifier, KeyRing
-from pdcluster_protocol.control_api import AbortRequest, LoadReport, decode_body
+from pdcluster_protocol.control_api import (
+    AbortRequest,
+    Dump,
+    LoadReport,
+    Orders,
+    OrdersAsked,
+    PeersKnown,
+    PodAnswer,
+    PodCard,
+    PodReport,
+    decode_body,
+    decode_pod_body,
+)
 from pdcluster_protocol.errors import Unauthorized, WireError
+from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.instance import InstanceNode, pairing_refusal
 from pdcluster_protocol.limits import Limits
-from pdcluster_protocol.messages import InstanceCard, Load
+from pdcluster_protocol.messages import HelloAnswer, InstanceCard, Load, Pulse
 from pdcluster_protocol.push.registry import RegistryNode
+from pdcluster_protocol.sidecar_messages import InstanceDied
 from pdcluster_sidecar.peers import PeerTable
 from pdcluster_sidecar.router.canary import CanaryRequest
-from pdcluster_sidecar.router.exchange import Exchange
-from pdcluster_sidecar.router.listening import ServeLimits, Server
-from pdcluster_sidecar.router.serve import ClientConnection
 from pdcluster_sidecar.router.tokens import TokenizerAnswer
 
 ROW = {
@@ -78,6 +87,50 @@ BODIES: tuple[tuple[type[msgspec.Struct], msgspec.Struct], ...] = (
     (CanaryRequest, CanaryRequest("c-prefill-0", "c-decode-0")),
     (TokenizerAnswer, TokenizerAnswer("t", {"tokenizer.json": "e30="})),
 )
+
+
+POD = PodCard(1, RankAddress("127.64.0.3", 8998), "s3")
+POD_BODIES: tuple[tuple[type[msgspec.Struct], msgspec.Struct], ...] = (
+    (
+        PodReport,
+        PodReport(
+            cluster="c",
+            instance="c-prefill-0",
+            pod=POD,
+            incarnation="i",
+            hellos=(HELLO,),
+            pulses=((HELLO.coordinate, Pulse(3, Load(1))),),
+            ended=(InstanceDied("i0", "gone"),),
+            questions=(PEER,),
+            dumps=(Dump(1, ((HELLO.coordinate, b"{}"),)),),
+        ),
+    ),
+    (OrdersAsked, OrdersAsked(instance="c-prefill-0", pod=POD, leader="s", after=3)),
+    (
+        Orders,
+        Orders(session="s", first=1, orders=(PeersKnown((CARD,)), InstanceDied("i0"))),
+    ),
+    (
+        PodAnswer,
+        PodAnswer(
+            session="s", incarnation="i", answers=((HELLO.coordinate, HelloAnswer("", PEER)),)
+        ),
+    ),
+)
+
+
+def check_pods(parts: Parts) -> bool:
+    """What the pods of one instance tell each other is as expected, or a `WireError`."""
+    taken = False
+    for part in parts:
+        for kind, _ in POD_BODIES:
+            try:
+                body = decode_pod_body(part, kind)
+            except WireError:
+                continue
+            taken = True
+            assert body == decode_pod_body(msgspec.msgpack.encode(body), kind)
+    return taken
 
 
 def check_control(parts: Parts) -> bool:
@@ -155,87 +208,6 @@ def _admitted(verifier: HttpVerifier, parts: Parts) -> bool:
     return True
 
 
-class _Wire(asyncio.Transport):
-    """A transport that keeps what is written and says whether it was closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = bytearray()
-        self.closed = False
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def write(self, data: Any) -> None:
-        self.written += data
-
-    def write_eof(self) -> None:
-        self.closed = True
-
-    def can_write_eof(self) -> bool:
-        return True
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-    def abort(self) -> None:
-        self.closed = True
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
-
-
-LIMITS = ServeLimits(body_bytes_max=4096, buffered_bytes_max=8192, connections_max=4)
-LOOP = asyncio.new_event_loop()
-REQUEST = (
-    b"POST /v1/completions HTTP/1.1\r\nhost: h:1\r\ncontent-type: application/json\r\n"
-    b'content-length: 13\r\n\r\n{"prompt": 1}'
-)
-CHUNKED = (
-    b"POST /generate HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
-    b"Expect: 100-continue\r\n\r\n5\r\nhello\r\n3;x=y\r\n, w\r\n0\r\nTrailer: 1\r\n\r\n"
-)
-GET = b"GET http://h/health?x=1 HTTP/1.0\r\nConnection: keep-alive\r\nX-A:\r\n\r\n"
-
-
-def check_connections(parts: Parts) -> bool:
-    """Bytes of a client end in requests or in a 4xx and a close; nothing stays counted."""
-    return LOOP.run_until_complete(_converse(parts))
-
-
-async def _converse(parts: Parts) -> bool:
-    taken: list[Exchange] = []
-
-    def handle(exchange: Exchange) -> None:
-        taken.append(exchange)
-        exchange.answer(200, b"{}")
-
-    server = Server(handle, LIMITS, now=lambda: 1.0)
-    connection, wire = ClientConnection(server), _Wire()
-    connection.connection_made(wire)
-    for part in parts:
-        if not wire.closed:
-            connection.data_received(part)
-        # A request behind another is served in the loop's next turn.
-        await asyncio.sleep(0)
-    connection.connection_lost(None)
-    assert 0 == server.connection_count
-    assert 0 == server._buffered
-    answers = bytes(wire.written).count(b"HTTP/1.1 ")
-    assert answers >= len(taken)
-    assert bytes(wire.written).count(b"HTTP/1.1 5") == 0
-    return bool(taken)
-
-
 TARGETS = (
     Target(
         "registry",
@@ -252,10 +224,6 @@ TARGETS = (
         weight=2,
     ),
     Target("control", one_part(*(msgspec.json.encode(body) for _, body in BODIES)), check_control),
+    Target("pods", one_part(*(msgspec.msgpack.encode(body) for _, body in POD_BODIES)), check_pods),
     Target("signatures", (*SIGNED, *FOREIGN), check_signatures),
-    Target(
-        "client connections",
-        (*one_part(REQUEST, CHUNKED, GET), (REQUEST + GET, CHUNKED + REQUEST), (REQUEST * 12,)),
-        check_connections,
-    ),
 )
