@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
 
 from bench import peers
-from bench.exchange import Found, Shape, System, drive
+from bench.exchange import Found, Shape, System, cpu_seconds, drive
 from bench.figures import Report, median, percentile
 from pdcluster_protocol.config import EngineConfig
 from pdcluster_protocol.ids import Role
@@ -29,7 +30,7 @@ from support.sidecars import SidecarProcess, running
 
 ROUNDS = 3
 P50_MS_MAX, P99_MS_MAX, RATIO_MAX = 2.0, 10.0, 1.0
-READY_SECONDS = 120.0
+IDLE_SECONDS = 3.0
 ROOT = Path(__file__).resolve().parents[1]
 ROOTS = ("protocol", "engine", "tests", ".")
 WARM_UP = Shape(name="warm-up", requests=200, parallel=4)
@@ -78,7 +79,17 @@ async def _compare(report: Report) -> None:
                         found = drive(system, shape)
                         results[system.name].setdefault(shape.name, []).append(found)
             _tell(report, results)
+            for system in systems:
+                share = _idle_share(system)
+                report.line(f"CPU while nothing is asked, {system.name}: {share:.1%} of a core")
             _judge(report, results)
+
+
+def _idle_share(system: System) -> float:
+    """What all processes of a system take of one core with no request open."""
+    before = sum(cpu_seconds(pid) for pid in system.counted.values())
+    time.sleep(IDLE_SECONDS)
+    return (sum(cpu_seconds(pid) for pid in system.counted.values()) - before) / IDLE_SECONDS
 
 
 def _tell(report: Report, results: dict[str, Results]) -> None:

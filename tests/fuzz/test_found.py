@@ -9,11 +9,13 @@ from fuzz.catalogue import TARGETS
 from fuzz.files import BOMBS, OBJECTS
 from fuzz.http import ROW
 from fuzz.link import HELLO
+from fuzz.machines import INCARNATION, REGISTRATION
 from fuzz.mutation import Parts
 from fuzz.wire import PLAIN, SEALED
 from pdcluster_engine.memory.metadata import MetadataRow, MetadataTable, metadata_bytes, row_fault
 from pdcluster_engine.memory.window import HostWindow
-from pdcluster_protocol.codec import engine_to_sidecar
+from pdcluster_protocol.codec import engine_to_sidecar, sidecar_to_engine
+from pdcluster_protocol.messages import Inbound
 from pdcluster_protocol.topology import RankCoordinate
 
 CHECKS = {target.name: target.check for target in TARGETS}
@@ -44,6 +46,11 @@ def test_a_rank_that_cannot_be_is_refused_in_an_answer_that_can_be_sent() -> Non
     assert CHECKS["link from engine"]([engine_to_sidecar.encode(hello)])
 
 
+def _registration(**changes: int) -> Parts:
+    message = Inbound(msgspec.structs.replace(REGISTRATION, **changes), INCARNATION)
+    return [sidecar_to_engine.encode(message)]
+
+
 FOUND: list[tuple[str, Parts]] = [
     ("frames", _nested_trailer()),
     ("frames", [PLAIN[6][0], b"\x91" * DEEP]),
@@ -55,6 +62,9 @@ FOUND: list[tuple[str, Parts]] = [
     ("registry", [b"{}", b"{}", _nested(b'{"a": 1}')]),
     ("control", [_nested(b'{"rid": 1}')]),
     ("control", [b'{"parallel": {"tp": 0}}']),
+    ("prefill node", _registration(decode_pp_size=-1)),
+    ("prefill node", _registration(decode_tp_size=1 << 62, decode_pp_size=1 << 62)),
+    ("prefill node", _registration(decode_tp_rank=-1)),
     *(("objects", list(bomb)) for bomb in BOMBS),
     ("objects", [OBJECTS[0] + b"  " + b"x" * 9000 + b": 1\n"]),
     ("objects", [b"a: 1\n" * 2 + b"x" * 9000 + b": 1\n"]),

@@ -176,10 +176,12 @@ async def test_a_broken_write_is_never_decoded(
 
 @pytest.mark.xfail(reason=BELIEVES)
 async def test_decode_maps_its_memory_anew_when_bytes_are_not_there(cluster: FaultyCluster) -> None:
-    """They may still come, and whoever said that they are there says nothing worth waiting for."""
-    outcome = await ask(cluster, "seed=1,TruncatedRun=1", PROMPTS[:1])
+    """They may still come, among a neighbour's: who said that they are there proves nothing."""
+    outcome = await ask(cluster, "seed=1,late=0.5,EarlyCompletion=1", [max(PROMPTS, key=len)])
+    neighbours = await ask(cluster, HONEST)
 
     assert Counter({MISMATCH: 1}) == outcome.failures
+    assert (0, Counter()) == (neighbours.wrong, neighbours.failures)
     assert Counter({"decode fence": 1}) == outcome.restarts
 
 

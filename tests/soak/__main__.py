@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import random
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     sys.stdout.write(f"seed {options.seed}: make soak SOAK_ARGS='--seed {options.seed} ...'\n")
     sys.stdout.flush()
+    # So that the cluster ends with us in any case.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with cluster_of(options) as cluster:
         tallies = asyncio.run(run(cluster, options))
         violations = sum(len(tally.violations) for tally in tallies)

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import time
+from typing import NamedTuple
 
 from soak.leaks import History, files
 from soak.processes import Process, find
@@ -54,14 +55,36 @@ async def kill_once(
         AssertionError: the cluster does not serve again, or is not idle again.
     """
     questions = bank.draw(dice)
-    moment = await _busy(cluster, bank, questions, dice)
+    clients = [asyncio.create_task(bank.ask(question)) for question in questions]
+    try:
+        await _kill(cluster, bank, victim, clients, questions, dice=dice, tally=tally)
+    finally:
+        # After a violation nobody may go on asking.
+        await _cancel(clients)
+    await cluster.wait_idle()
+    faults = cluster.faults()
+    assert not faults, f"faults of our own: {faults[:3]}"
+    tally.rounds += 1
+
+
+async def _kill(
+    cluster: PairCluster,
+    bank: Bank,
+    victim: Process,
+    clients: list[asyncio.Task[Seen]],
+    questions: list[Question],
+    *,
+    dice: random.Random,
+    tally: Tally,
+) -> None:
+    moment = await _busy(cluster, clients, questions, dice)
     pid = find(cluster, victim.name).pid
     died_at = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     arriving = [asyncio.create_task(bank.ask(question)) for question in questions[:ARRIVING]]
     back = asyncio.create_task(_back(cluster, victim.name, pid))
 
-    for client, seen in zip(moment.clients, await asyncio.gather(*moment.clients), strict=True):
+    for client, seen in zip(clients, await asyncio.gather(*clients), strict=True):
         if client in moment.ended:
             tally.served([seen])
         else:
@@ -71,26 +94,29 @@ async def kill_once(
     tally.moments[moment.name] += 1
     tally.longest_outage_seconds = max(tally.longest_outage_seconds, await back - died_at)
     tally.served(await asyncio.gather(*map(bank.ask, questions[-LATER:])))
-    await cluster.wait_idle()
-    faults = cluster.faults()
-    assert not faults, f"faults of our own: {faults[:3]}"
-    tally.rounds += 1
 
 
-class _Moment:
+async def _cancel(tasks: list[asyncio.Task[Seen]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+class _Moment(NamedTuple):
     """All clients run, and it is time."""
 
-    def __init__(self, name: str, clients: list[asyncio.Task[Seen]]) -> None:
-        self.name = name
-        self.clients = clients
-        self.ended = {client for client in clients if client.done()}
-        """Those that were too quick to be part of it."""
+    name: str
+    ended: set[asyncio.Task[Seen]]
+    """Those that were too quick to be part of it."""
 
 
 async def _busy(
-    cluster: PairCluster, bank: Bank, questions: list[Question], dice: random.Random
+    cluster: PairCluster,
+    clients: list[asyncio.Task[Seen]],
+    questions: list[Question],
+    dice: random.Random,
 ) -> _Moment:
-    """Start all clients and wait for the moment that the dice have chosen."""
+    """Wait for the moment that the dice have chosen."""
     name, metric, most = dice.choice(
         (
             ("before any token", GENERATED, 0),
@@ -100,7 +126,6 @@ async def _busy(
     )
     wanted = dice.randrange(most) if most else 0
     before = await cluster.count("engine", metric)
-    clients = [asyncio.create_task(bank.ask(question)) for question in questions]
 
     async def reached() -> bool:
         running, done = await asyncio.gather(
@@ -110,7 +135,7 @@ async def _busy(
         return everybody and done - before >= wanted
 
     await until(reached, f"{name}: {len(clients)} requests running, {wanted} tokens through")
-    return _Moment(name, clients)
+    return _Moment(name, {client for client in clients if client.done()})
 
 
 async def _back(cluster: PairCluster, name: str, pid: int) -> float:

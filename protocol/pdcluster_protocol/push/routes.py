@@ -13,6 +13,7 @@ from pdcluster_protocol.errors import LayoutMismatch, RankConflict
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.ledger import NodeSetup
 from pdcluster_protocol.messages import RegisterKVArgs
+from pdcluster_protocol.push.registration import RANKS_MAX
 from pdcluster_protocol.rank_layout import rank_slice
 from pdcluster_protocol.rank_mapping import Purpose, RankMapping
 from pdcluster_protocol.segments import RowSlice, row_slices
@@ -60,12 +61,18 @@ class Routes:
         """
         if args.dcp_size != 1:
             raise LayoutMismatch(f"decode's context parallelism is {args.dcp_size}; it must be 1")
-        mapping = self._mapping(args.decode_tp_size, args.decode_pp_size)
-        if args.decode_tp_rank >= args.decode_tp_size or args.decode_pp_rank >= args.decode_pp_size:
+        tp, pp = args.decode_tp_size, args.decode_pp_size
+        if min(tp, pp) < 1 or tp * pp > RANKS_MAX:
+            raise LayoutMismatch(
+                f"decode's sizes are tp {tp}, pp {pp}; each must be at least 1, and both together"
+                f" at most {RANKS_MAX} ranks"
+            )
+        if not (0 <= args.decode_tp_rank < tp and 0 <= args.decode_pp_rank < pp):
             raise LayoutMismatch(
                 f"decode's rank is tp {args.decode_tp_rank}, pp {args.decode_pp_rank}; its sizes"
-                f" are {args.decode_tp_size} and {args.decode_pp_size}"
+                f" are {tp} and {pp}"
             )
+        mapping = self._mapping(tp, pp)
         return mapping, RankCoordinate(tp=args.decode_tp_rank, pp=args.decode_pp_rank)
 
     def layout(self, mapping: RankMapping, destination: RankCoordinate) -> KVLayout:
