@@ -23,6 +23,7 @@ from pdcluster_protocol.effects import (
     Effect,
     Fence,
     ReadMetadata,
+    Report,
     ResolvePeer,
     Send,
     StartAlone,
@@ -74,6 +75,10 @@ class Executor:
                 self._transfer(effect)
             case StartPrefill() | StartDecode() | StartAlone() | StopCompute():
                 self._order(effect)
+            case Report(key, reason, detail):
+                log.critical(
+                    "core_fault", room=key.room, attempt=key.attempt, reason=reason, detail=detail
+                )
             case ReadMetadata() | ClearMetadata() | ConcludeLeg() | Count() | CountBytes():
                 self._settle(effect)
             case _:

@@ -127,6 +127,15 @@ class Fence(msgspec.Struct, frozen=True):
     pages: int
 
 
+class Report(msgspec.Struct, frozen=True):
+    """A fault of our own: the key has been failed and its pages are locked; people must know."""
+
+    key: Key
+    reason: Reason
+    detail: str
+    """With the key's story."""
+
+
 class Count(msgspec.Struct, frozen=True):
     """Something that is normal input but worth counting: a stale, doubled or unknown message."""
 
@@ -154,6 +163,7 @@ Effect = (
     | ClearMetadata
     | ConcludeLeg
     | Fence
+    | Report
     | Count
     | CountBytes
 )

@@ -111,11 +111,11 @@ def _alone_room(ledger: Ledger, room: AloneRoom) -> None:
 
 
 def _no_orphans(node: Node) -> None:
-    """Every page and every queue entry has a room, except pages that wait for a fence."""
+    """Pages and queue entries have rooms, except pages that wait for a fence or are condemned."""
     ledger = node.ledger
     keys = {view.key for view in node.views()}
     for key in ledger.pool.held_keys():
-        if key not in keys and not ledger.pool.awaits_fence(key):
+        if key not in keys and not (ledger.pool.awaits_fence(key) or ledger.pool.is_condemned(key)):
             _fail(key, "pages without a room")
     for key in ledger.queue.waiting_keys():
         if key not in keys:

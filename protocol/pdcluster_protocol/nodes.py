@@ -9,15 +9,16 @@ It never blocks and a peer's fault never raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, assert_never
 
 import msgspec
 
 from pdcluster_protocol.admission import Grant
 from pdcluster_protocol.alone import AloneRooms
-from pdcluster_protocol.effects import ConcludeLeg, Effect
-from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.effects import ConcludeLeg, Effect, Report, StopCompute
+from pdcluster_protocol.errors import LocalProtocolError, Reason
 from pdcluster_protocol.events import (
     ComputeStopped,
     DecodeFinished,
@@ -68,6 +69,9 @@ class Side(Protocol):
 
     def local(self, event: Event) -> None:
         """What the model, the transport's operations or the sidecar answered."""
+
+    def abandon(self, key: Key) -> Key:
+        """Forget a room in whatever state; the key by which its peer knows it."""
 
     def granted(self, grant: Grant) -> None:
         """Pages for a room that waited."""
@@ -130,7 +134,8 @@ class Node:
         self._route(event)
         if self.ledger.ready and not self.ledger.fencing:
             while (grant := self.ledger.queue.admit()) is not None:
-                self._granted(grant)
+                with self._failing_alone():
+                    self._granted(grant)
         self.fencing.consider(bystanders=self.side.writable_count())
         return self.ledger.take_effects()
 
@@ -209,6 +214,19 @@ class Node:
 
     def _route(self, event: Event) -> None:
         match event:
+            case Tick():
+                for clock, key in self.ledger.deadlines.due(self.ledger.now):
+                    with self._failing_alone():
+                        self.side.due(clock, key)
+                        self.alone.due(clock, key)
+            case Joined() | Drained() | TransportReady() | TransportLost() | PeerStateChanged():
+                self._surroundings(event)
+            case _:
+                with self._failing_alone():
+                    self._one_room(event)
+
+    def _one_room(self, event: Event) -> None:
+        match event:
             case LegArrived():
                 self._leg(event)
             case LegCancelled():
@@ -221,14 +239,40 @@ class Node:
             case ComputeStopped():
                 self.side.local(event)
                 self.alone.stopped(event.key, event.reason, event.detail)
-            case Tick():
-                for clock, key in self.ledger.deadlines.due(self.ledger.now):
-                    self.side.due(clock, key)
-                    self.alone.due(clock, key)
             case _:
-                self._surroundings(event)
+                self.side.local(event)
 
-    def _surroundings(self, event: Event) -> None:
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Around what concerns one room: a fault of ours ends that room, not the engine.
+
+        Its pages stay locked, since nobody can say any more who uses them. A fault without a key,
+        or in an event of all rooms, goes up and ends the process.
+        """
+        try:
+            yield
+        except LocalProtocolError as fault:
+            if fault.key is None:
+                raise
+            self._condemn(fault.key, fault)
+
+    def _condemn(self, key: Key, fault: LocalProtocolError) -> None:
+        ledger = self.ledger
+        ledger.emit(Report(key, fault.reason, fault.detail))
+        ledger.count("core_fault")
+        wire_key = self.side.abandon(key)
+        self.alone.rooms.pop(key, None)
+        ledger.queue.remove(key)
+        ledger.stop_clocks(key)
+        for pool in (ledger.pool, ledger.slots):
+            pool.condemn(key, ledger.now)
+        ledger.emit(ConcludeLeg(key, fault.reason, fault.detail))
+        ledger.emit(StopCompute(key))
+        ledger.bury(wire_key, KVPoll.FAILED, reason=fault.reason, drained=False)
+
+    def _surroundings(
+        self, event: Joined | Drained | TransportReady | TransportLost | PeerStateChanged
+    ) -> None:
         ledger = self.ledger
         match event:
             case Joined():
@@ -248,7 +292,7 @@ class Node:
                 if event.state is PeerState.DEAD:
                     self.side.peer_died(event.incarnation, event.detail)
             case _:
-                self.side.local(event)
+                assert_never(event)
 
     def _cancel(self, cancel: LegCancelled) -> None:
         key, reason, detail = cancel.key, cancel.reason, cancel.detail

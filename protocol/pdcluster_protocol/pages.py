@@ -27,6 +27,7 @@ class Holding(msgspec.Struct):
     epoch: int
     since: float | None = None
     needs_fence: bool = False
+    condemned: bool = False
 
 
 class PagePool:
@@ -121,15 +122,31 @@ class PagePool:
             holding.since = now
         holding.needs_fence = holding.needs_fence or needs_fence
 
+    def condemn(self, key: Key, now: float) -> None:
+        """Lock the key's pages for ever: a fault of ours, and nobody knows who still uses them."""
+        holding = self._holdings.get(key)
+        if holding is not None:
+            holding.since = now if holding.since is None else holding.since
+            holding.condemned, holding.needs_fence = True, False
+
+    def is_condemned(self, key: Key) -> bool:
+        """Whether nothing but the end of the process frees the key's pages."""
+        holding = self._holdings.get(key)
+        return holding is not None and holding.condemned
+
     def absolve(self, key: Key) -> None:
         """Proof for one key: free its quarantined pages."""
         holding = self._holdings.get(key)
-        if holding is not None and holding.since is not None:
+        if holding is not None and holding.since is not None and not holding.condemned:
             self._free(key)
 
     def absolve_fenced(self) -> list[Key]:
         """A fence is complete: free every key that waits in quarantine."""
-        keys = [key for key, holding in self._holdings.items() if holding.since is not None]
+        keys = [
+            key
+            for key, holding in self._holdings.items()
+            if holding.since is not None and not holding.condemned
+        ]
         for key in keys:
             self._free(key)
         return keys

@@ -86,6 +86,7 @@ TELL: dict[type, Callable[..., str]] = {
     fx.ClearMetadata: lambda e: f"clear slot {e.slot}",
     fx.ConcludeLeg: lambda e: f"the leg {_end(e.reason, e.detail)}",
     fx.Fence: lambda e: f"FENCE for {e.pages} pages: {e.cause}",
+    fx.Report: lambda e: f"A FAULT OF OURS: {e.reason} ({e.detail})",
     fx.Count: lambda e: f"count {e.what}",
     fx.CountBytes: lambda e: f"count {e.nbytes} {e.kind} bytes",
 }

@@ -239,10 +239,8 @@ class World(Wires):
 
     def _do(self, pod: Pod, effect: fx.Effect) -> None:
         match effect:
-            case fx.Count():
-                self.count(effect.what)
-            case fx.CountBytes():
-                self.count(effect.kind, effect.nbytes)
+            case fx.Count() | fx.CountBytes() | fx.Report():
+                self._note(effect)
             case fx.ResolvePeer():
                 if self.random.random() >= self.faults.lose:
                     self.later(self.jitter(), lambda: self._resolve(pod))
@@ -254,6 +252,15 @@ class World(Wires):
                 self._compute(pod, effect)
             case _:
                 self._move(pod, effect)
+
+    def _note(self, effect: fx.Count | fx.CountBytes | fx.Report) -> None:
+        match effect:
+            case fx.Count():
+                self.count(effect.what)
+            case fx.CountBytes():
+                self.count(effect.kind, effect.nbytes)
+            case fx.Report():
+                self.count(f"fault of ours: {effect.reason}")
 
     def _compute(self, pod: Pod, effect: fx.StartPrefill | fx.StartDecode | fx.StopCompute) -> None:
         match effect:

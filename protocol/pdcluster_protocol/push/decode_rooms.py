@@ -127,6 +127,13 @@ class DecodeRooms:
             self._ends.fail(room, reason, detail)
         return room is not None
 
+    def abandon(self, key: Key) -> Key:
+        """Forget a room in whatever state; nobody will be asked for proof."""
+        if self._room(key) is not None:
+            del self.rooms[key.room]
+            self.aborts.end(key)
+        return key
+
     def granted(self, grant: Grant) -> None:
         """Pages and slot are reserved and locked: now, and only now, say their numbers."""
         room = self.rooms[grant.key.room]

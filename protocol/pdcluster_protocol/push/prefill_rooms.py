@@ -132,6 +132,14 @@ class PrefillRooms:
         self._ends.fail(room, reason, detail)
         return True
 
+    def abandon(self, key: Key) -> Key:
+        """Forget a room in whatever state; what its writes bring means nothing any more."""
+        room = self._room(key)
+        if room is None:
+            return key
+        del self.rooms[key.room]
+        return room.wire_key or key
+
     # --- decode's messages ---
 
     def abort_arrived(self, abort: Abort, lane: Lane) -> None:
