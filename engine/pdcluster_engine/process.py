@@ -131,7 +131,9 @@ def _guard(name: str, body: Callable[[], None]) -> None:
     try:
         body()
     except PDClusterError as error:
-        log.critical("thread_ended", thread=name, reason=str(error.reason), detail=error.detail)
+        # To leave with an instance that has ended is an order, and no fault of this process.
+        note = log.error if isinstance(error, LinkRefused) else log.critical
+        note("thread_ended", thread=name, reason=str(error.reason), detail=error.detail)
         _leave(_exit_code(error))
     except Exception:
         # Whatever it was, half an engine must not go on serving.

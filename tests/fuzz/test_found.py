@@ -9,13 +9,12 @@ from fuzz.catalogue import TARGETS
 from fuzz.files import BOMBS, OBJECTS
 from fuzz.http import ROW
 from fuzz.link import HELLO
-from fuzz.machines import INCARNATION, REGISTRATION
+from fuzz.machines import Said, encoded, registrations
 from fuzz.mutation import Parts
 from fuzz.wire import PLAIN, SEALED
 from pdcluster_engine.memory.metadata import MetadataRow, MetadataTable, metadata_bytes, row_fault
 from pdcluster_engine.memory.window import HostWindow
-from pdcluster_protocol.codec import engine_to_sidecar, sidecar_to_engine
-from pdcluster_protocol.messages import Inbound
+from pdcluster_protocol.codec import engine_to_sidecar
 from pdcluster_protocol.topology import RankCoordinate
 
 CHECKS = {target.name: target.check for target in TARGETS}
@@ -47,8 +46,8 @@ def test_a_rank_that_cannot_be_is_refused_in_an_answer_that_can_be_sent() -> Non
 
 
 def _registration(**changes: int) -> Parts:
-    message = Inbound(msgspec.structs.replace(REGISTRATION, **changes), INCARNATION)
-    return [sidecar_to_engine.encode(message)]
+    changed = msgspec.structs.replace(registrations()[0], **changes)
+    return list(encoded(Said(0, "decode", changed)))
 
 
 FOUND: list[tuple[str, Parts]] = [

@@ -120,7 +120,7 @@ async def _busy(
     name, metric, most = dice.choice(
         (
             ("before any token", GENERATED, 0),
-            ("among prompts", COMPUTED, sum(len(question.ids) for question in questions)),
+            ("among prompts", COMPUTED, sum(len(question.ids) for question in questions) // 3),
             ("among answers", GENERATED, sum(question.tokens for question in questions) // 10),
         )
     )

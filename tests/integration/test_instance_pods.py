@@ -1,0 +1,345 @@
+"""An instance of two pods: two real sidecars, a peer's, and engines that only speak the link."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from pdcluster_protocol.control_api import AbortRequest, OrdersAsked, PodCard, PodReport
+from pdcluster_protocol.ids import Key, RankAddress, Role
+from pdcluster_protocol.messages import (
+    Accepted,
+    CancelLeg,
+    DumpAnswered,
+    DumpRequested,
+    Inbound,
+    InstanceCard,
+    Outbound,
+    PeerChanged,
+    PeerState,
+    Resolve,
+    Resolved,
+    TransferMetadata,
+)
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
+from support.sidecars import FakeEngine, SidecarProcess, running, until
+
+TWO = Parallelism(tp=2, dp=2)
+KEY = Key(77, 1 << 40)
+
+
+class Instance:
+    """A replica of two pods with one rank each."""
+
+    def __init__(self, folder: Path, role: Role) -> None:
+        fields = {"instance": f"c-{role}-0", "parallel": TWO, "nodes": 2}
+        self.leader = SidecarProcess(folder / "0", role, **fields)
+        self.other = SidecarProcess(folder / "1", role, node=1, leader=self.leader.http, **fields)
+        self.engines: list[FakeEngine] = []
+
+    def engine(self, dp: int, incarnation: str = "") -> FakeEngine:
+        config = (self.leader, self.other)[dp].config
+        engine = FakeEngine(
+            config,
+            coordinate=RankCoordinate(dp=dp),
+            http_port=30000 + dp,
+            session=f"engine-{dp}",
+            incarnation=incarnation,
+        )
+        self.engines.append(engine)
+        return engine
+
+    async def join(self, incarnation: str = "") -> tuple[FakeEngine, FakeEngine]:
+        """Both ranks, the one of the other pod first."""
+        one, zero = self.engine(1, incarnation), self.engine(0, incarnation)
+        answers = await asyncio.gather(one.open(), zero.open())
+        assert ["", ""] == [answer.refused for answer in answers]
+        assert answers[0].incarnation == answers[1].incarnation != ""
+        return zero, one
+
+    async def ready(self) -> bool:
+        statuses = [(await s.call("GET", "/ready"))[0] for s in (self.leader, self.other)]
+        return [200, 200] == statuses
+
+    async def die(self) -> None:
+        for engine in self.engines:
+            await engine.die()
+
+
+class Pair(NamedTuple):
+    """Two instances of two pods that have met through rank 1 of decode, and their engines."""
+
+    prefill: Instance
+    decode: Instance
+    prefill_engines: tuple[FakeEngine, FakeEngine]
+    decode_engines: tuple[FakeEngine, FakeEngine]
+
+
+@pytest_asyncio.fixture
+async def instance(tmp_path: Path) -> AsyncIterator[Instance]:
+    made = Instance(tmp_path, Role.PREFILL)
+    async with running(made.leader, made.other):
+        yield made
+        await made.die()
+
+
+@pytest_asyncio.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    prefill, decode = Instance(tmp_path / "p", Role.PREFILL), Instance(tmp_path / "d", Role.DECODE)
+    async with running(prefill.leader, prefill.other, decode.leader, decode.other):
+        engines = await asyncio.gather(prefill.join(), decode.join())
+        await until(prefill.ready)
+        made = Pair(prefill, decode, *engines)
+        assert (await resolve(made, 1)).card is not None
+        yield made
+        await prefill.die()
+        await decode.die()
+
+
+async def resolve(pair: Pair, dp: int) -> Resolved:
+    pair.decode_engines[dp].send(Resolve(*msgspec.to_builtins(pair.prefill.leader.http)))
+    return await pair.decode_engines[dp].receive(Resolved)
+
+
+def metadata(sender: FakeEngine) -> TransferMetadata:
+    return TransferMetadata(KEY, sender.address, "127.0.0.1:15001", b"\5\0\0\0", 3, prompt_tokens=9)
+
+
+async def exchange(pair: Pair, dp: int) -> None:
+    """Decode's rank sends metadata to prefill's of the same number, which accepts it."""
+    prefill, decode = pair.prefill_engines[dp], pair.decode_engines[dp]
+    decode.send(Outbound(prefill.address, metadata(decode)))
+    assert metadata(decode) == (await prefill.receive(Inbound)).message
+    prefill.send(Outbound(decode.address, Accepted(KEY, dp)))
+    assert Accepted(KEY, dp) == (await decode.receive(Inbound)).message
+
+
+# --- one instance -------------------------------------------------------------------------------
+
+
+async def test_ranks_of_both_pods_are_one_instance_with_the_leaders_incarnation(
+    instance: Instance,
+) -> None:
+    zero, one = await instance.join()
+    await until(instance.ready)
+
+    hosts = (instance.leader.config.host, instance.other.config.host)
+    assert [(hosts[0], 9000), (hosts[1], 9001)] == [
+        (engine.address.host, engine.address.port) for engine in (zero, one)
+    ]
+    for dp, host in enumerate(hosts):
+        query = f"prefill_dp_rank={dp}&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
+        status, raw = await instance.leader.call("GET", f"/route?{query}", signed=True)
+        assert (200, {"rank_ip": host, "rank_port": 9000 + dp}) == (status, json.loads(raw))
+
+    async def loaded() -> bool:
+        _, raw = await instance.leader.call("GET", "/pd/v1/load", signed=True)
+        report = json.loads(raw)
+        return (True, [7, 7]) == (report["ready"], [load["pages_free"] for load in report["loads"]])
+
+    await until(loaded)
+
+
+async def test_a_rank_waits_for_a_leader_that_is_not_there_yet(instance: Instance) -> None:
+    await instance.leader.stop(signal.SIGKILL)
+    one = instance.engine(1)
+    opening = asyncio.create_task(one.open())
+    await instance.leader.start()
+
+    assert "" == (await opening).refused
+    zero = instance.engine(0)
+    assert one.answer is not None
+    assert one.answer.incarnation == (await zero.open()).incarnation
+
+
+async def test_a_rank_of_the_leader_cannot_join_at_the_other_pod(instance: Instance) -> None:
+    stray = FakeEngine(instance.other.config, coordinate=RankCoordinate(dp=0))
+    assert "that rank belongs to pod 0" in (await stray.open()).refused
+    await stray.die()
+    odd = FakeEngine(instance.other.config, coordinate=RankCoordinate(dp=1), fingerprint="g")
+    assert "fingerprint is 'g'" in (await odd.open()).refused
+    await odd.die()
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+async def test_the_death_of_one_rank_ends_the_ranks_of_both_pods(
+    instance: Instance, dying: int
+) -> None:
+    engines = await instance.join()
+    assert engines[0].answer is not None
+    old = engines[0].answer.incarnation
+    await engines[dying].die()
+    async with asyncio.timeout(5):
+        await engines[1 - dying].closed.wait()
+
+    late = instance.engine(1 - dying, incarnation=old)
+    assert "start anew" in (await late.open()).refused
+    zero, _ = await instance.join()
+    assert zero.answer is not None
+    assert zero.answer.incarnation != old
+    await until(instance.ready)
+
+
+@pytest.mark.parametrize("killed", ["leader", "other"])
+async def test_a_restarted_sidecar_ends_nothing(instance: Instance, killed: str) -> None:
+    engines = await instance.join()
+    await until(instance.ready)
+    assert engines[0].answer is not None
+    old = engines[0].answer.incarnation
+    index = ("leader", "other").index(killed)
+    sidecar: SidecarProcess = getattr(instance, killed)
+    await sidecar.stop(signal.SIGKILL)
+    await engines[index].closed.wait()
+    await sidecar.start()
+
+    again = instance.engine(index, incarnation=old)
+    assert (old, "") == ((await again.open()).incarnation, again.answer and again.answer.refused)
+    await until(instance.ready)
+    assert not engines[1 - index].closed.is_set()
+
+
+@pytest.mark.parametrize("dying", ["leader", "other"])
+async def test_a_pod_that_dies_whole_ends_the_ranks_of_the_other(
+    instance: Instance, dying: str
+) -> None:
+    """Its sidecar and its engine start anew, and nobody saw the engine die."""
+    engines = await instance.join()
+    index = ("leader", "other").index(dying)
+    sidecar: SidecarProcess = getattr(instance, dying)
+    await asyncio.gather(sidecar.stop(signal.SIGKILL), engines[index].die())
+    await sidecar.start()
+    fresh = instance.engine(index)
+    opening = asyncio.create_task(fresh.open())
+
+    async with asyncio.timeout(10):
+        await engines[1 - index].closed.wait()
+    other = instance.engine(1 - index)
+    answer = await other.open()
+    assert "" == answer.refused
+    first = await opening
+    if first.incarnation != answer.incarnation:
+        # It joined before its own incarnation's end, as a member of a dead one, and is ended too.
+        await fresh.closed.wait()
+        answer = await instance.engine(index).open()
+        assert "" == answer.refused
+    await until(instance.ready)
+
+
+async def test_a_cancel_and_a_dump_reach_the_ranks_of_both_pods(instance: Instance) -> None:
+    engines = await instance.join()
+    body = msgspec.json.encode(AbortRequest("pd-1"))
+    status, raw = await instance.leader.call("POST", "/pd/v1/abort", body, signed=True)
+    assert (200, {"ranks": 2}) == (status, json.loads(raw))
+    for engine in engines:
+        assert "pd-1" == (await engine.receive(CancelLeg)).rid
+
+    async def describe(engine: FakeEngine) -> None:
+        asked = await engine.receive(DumpRequested)
+        engine.send(DumpAnswered(asked.request, json.dumps({"is": engine.hello.session}).encode()))
+
+    describing = [asyncio.create_task(describe(engine)) for engine in engines]
+    _, raw = await instance.leader.call("GET", "/pd/v1/dump", signed=True)
+    await asyncio.gather(*describing)
+    ranks = json.loads(raw)["ranks"]
+    assert [(0, "engine-0"), (1, "engine-1")] == [
+        (rank["node"], rank["engine"]["is"]) for rank in ranks
+    ]
+
+
+async def test_the_other_pod_names_its_leader_to_who_says_hello(instance: Instance) -> None:
+    card = InstanceCard(
+        cluster="c",
+        instance="router-0",
+        role="router",
+        incarnation="",
+        session=instance.other.signer.session,
+        http=RankAddress("127.0.0.1", 8000),
+    )
+    body = msgspec.json.encode(card)
+    status, raw = await instance.other.call("POST", "/pd/v1/hello", body, signed=True)
+    assert 503 == status
+    assert f"its leader is at {instance.leader.http}" in raw.decode()
+
+
+async def test_reports_are_taken_from_signed_pods_of_this_instance_only(
+    instance: Instance,
+) -> None:
+    leader, session = instance.leader, instance.leader.signer.session
+    http = RankAddress("127.0.0.9", 8998)
+
+    async def tell(
+        *, node: int = 1, name: str = "c-prefill-0", by: str = session, at: SidecarProcess = leader
+    ) -> tuple[int, str]:
+        report = PodReport(cluster="c", instance=name, pod=PodCard(node, http, by))
+        body = msgspec.msgpack.encode(report)
+        status, raw = await at.call("POST", "/pd/v1/pod/report", body, signed=True)
+        return status, raw.decode(errors="replace")
+
+    assert (await tell(by="another"))[0] == 401
+    assert "pod.node is 0" in (await tell(node=0))[1]
+    assert "pod.node is 2" in (await tell(node=2))[1]
+    assert "instance is 'x'" in (await tell(name="x"))[1]
+    at_other = await tell(at=instance.other, by=instance.other.signer.session)
+    assert "only pod 0 leads" in at_other[1]
+    for path in ("report", "orders"):
+        status, _ = await leader.call("POST", f"/pd/v1/pod/{path}", b"x")
+        assert 401 == status
+        status, _ = await leader.call("POST", f"/pd/v1/pod/{path}", b"\xc1", signed=True)
+        assert 400 == status
+    asked = OrdersAsked(instance="c-prefill-0", pod=PodCard(3, http, session))
+    raw_asked = msgspec.msgpack.encode(asked)
+    assert 409 == (await leader.call("POST", "/pd/v1/pod/orders", raw_asked, signed=True))[0]
+
+
+# --- two instances ------------------------------------------------------------------------------
+
+
+async def test_messages_of_every_rank_pass_between_its_own_pods_and_a_death_reaches_all(
+    pair: Pair,
+) -> None:
+    for dp in (0, 1):
+        assert (await resolve(pair, dp)).card is not None
+        await exchange(pair, dp)
+        relayed = await pair.prefill.other.metric('pdcluster_messages_total{direction="in"}')
+        assert dp == relayed
+
+    answer = pair.prefill_engines[0].answer
+    assert answer is not None
+    await pair.prefill_engines[1].die()
+    for engine in pair.decode_engines:
+        async with asyncio.timeout(5):
+            changed = await engine.receive(PeerChanged)
+        assert (answer.incarnation, PeerState.DEAD) == (changed.incarnation, changed.state)
+
+
+@pytest.mark.parametrize("killed", ["leader", "other"])
+async def test_after_a_sidecar_was_restarted_its_ranks_speak_with_their_peers_again(
+    pair: Pair, killed: str
+) -> None:
+    index = ("leader", "other").index(killed)
+    old = pair.prefill_engines[index]
+    assert old.answer is not None
+    sidecar: SidecarProcess = getattr(pair.prefill, killed)
+    await sidecar.stop(signal.SIGKILL)
+    await old.closed.wait()
+    await sidecar.start()
+    again = pair.prefill.engine(index, incarnation=old.answer.incarnation)
+    assert old.answer.incarnation == (await again.open()).incarnation
+
+    decode = pair.decode_engines[index]
+
+    async def heard() -> bool:
+        # Repeated, as the nodes do, until the peers know the new session.
+        again.send(Outbound(decode.address, Accepted(KEY, index)))
+        decode.send(Outbound(again.address, metadata(decode)))
+        return decode.has(Inbound) and again.has(Inbound)
+
+    await until(heard)
