@@ -22,8 +22,9 @@ from typing import Final
 import msgspec
 
 from pdcluster_protocol.control_api import LoadReport, PodCard
-from pdcluster_protocol.errors import LayoutMismatch, Reason
+from pdcluster_protocol.errors import ConfigError, LayoutMismatch, Reason
 from pdcluster_protocol.ids import RankAddress, Role
+from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
     WIRE_VERSION_MAX,
@@ -35,7 +36,8 @@ from pdcluster_protocol.messages import (
     Pulse,
     RankCard,
 )
-from pdcluster_protocol.rank_mapping import RowSpread
+from pdcluster_protocol.rank_layout import kv_facts
+from pdcluster_protocol.rank_mapping import RankMapping, RowSpread
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 
 DEAD_INCARNATIONS_MAX: Final = 256
@@ -330,6 +332,21 @@ def pairing_refusal(ours: InstanceCard, theirs: InstanceCard) -> tuple[Reason, s
     if ours.layout is not None and theirs.layout is not None:
         try:
             ours.layout.require_compatible(theirs.layout)
-        except LayoutMismatch as error:
+            _require_ranks_meet(ours, theirs, ours.layout)
+        except (LayoutMismatch, ConfigError) as error:
             return Reason.LAYOUT_MISMATCH, f"{theirs.instance}: {error.detail}"
     return None
+
+
+def _require_ranks_meet(ours: InstanceCard, theirs: InstanceCard, layout: KVLayout) -> None:
+    """Find sizes that exclude each other now, not in the first request.
+
+    Raises:
+        LayoutMismatch: naming the sizes.
+        ConfigError: no rule divides these rows.
+    """
+    cards = {card.role: card for card in (ours, theirs)}
+    prefill, decode = cards.get(Role.PREFILL), cards.get(Role.DECODE)
+    if prefill is not None and decode is not None:
+        facts = kv_facts(layout, spread=prefill.spread)
+        RankMapping(prefill.parallel, decode.parallel, facts)

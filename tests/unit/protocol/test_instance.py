@@ -292,3 +292,22 @@ def test_equal_instances_may_pair() -> None:
     node.join(hello(), minted="i", now=0.0)
 
     assert pairing_refusal(node.card(0.0), node.card(0.0)) is None
+
+
+def test_sizes_that_exclude_each_other_are_refused_before_the_first_request() -> None:
+    node = instance(parallel=Parallelism(tp=3))
+    layout = KVLayout(64, "bfloat16", (Region(0, "latent", 128),))
+    node.join(hello(parallel=Parallelism(tp=3), layout=layout), minted="i", now=0.0)
+    ours = node.card(0.0)
+    theirs = msgspec.structs.replace(
+        ours, role="decode", instance="c-decode-0", parallel=Parallelism(tp=2)
+    )
+    expected = (
+        Reason.LAYOUT_MISMATCH,
+        "c-decode-0: attention TP is 3 on prefill and 2 on decode; one must divide the other",
+    )
+
+    assert expected == pairing_refusal(ours, theirs)
+    assert expected[0] == (pairing_refusal(theirs, ours) or (None,))[0]
+    meets = msgspec.structs.replace(theirs, parallel=Parallelism(tp=6))
+    assert pairing_refusal(ours, meets) is None
