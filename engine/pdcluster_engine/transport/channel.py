@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 FRAME_BYTES_MAX = 16 << 20
-_READ_BYTES = 256 << 10
+_READ_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
 
 MessageT = TypeVar("MessageT")

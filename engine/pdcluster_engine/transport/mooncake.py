@@ -96,6 +96,7 @@ class MooncakeAdapter:
     __slots__ = (
         "_arena_address",
         "_arena_nbytes",
+        "_busy_window",
         "_engine",
         "_guard",
         "_hurry",
@@ -130,6 +131,7 @@ class MooncakeAdapter:
         self._window = settings.window * SMALL_SHARE
         """What may still be handed over to all peers, in shares of a large write."""
         self._hurry = False
+        self._busy_window = self._window - settings.window_per_peer * SMALL_SHARE // 2
         self._operations = 0
         """Taken and not refused, and not yet ended."""
         self._turn: deque[str] = deque()
@@ -146,6 +148,11 @@ class MooncakeAdapter:
     def hurry(self) -> bool:
         """Whether most of what flew to a peer had ended when `poll` looked: look sooner."""
         return self._hurry
+
+    @property
+    def busy(self) -> bool:
+        """Whether at least half of what may fly to one peer is in flight."""
+        return self._window <= self._busy_window
 
     def start(self) -> tuple[str, str]:
         """Import the library, listen, register the arena; return session name and version.

@@ -90,6 +90,10 @@ class Adapter(Protocol):
     def hurry(self) -> bool:
         """Whether the next look should come soon."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether enough is under way that a new request may wait for the next look."""
+
     def poll(self) -> list[Completed]:
         """Go on with all of them and report those that ended."""
 
@@ -147,13 +151,22 @@ class Worker:
         quiet = time.monotonic() - self._progress_at > QUIET_SECONDS
         return PAUSE_SECONDS_QUIET if quiet else pause
 
-    def _take(self, seconds: float) -> None:
-        """Wait for at most `seconds` and hand over every request that came."""
+    def _readable(self, seconds: float) -> bool:
+        """Wait for at most `seconds`, send what could not be sent, and say if requests came."""
+        if self._adapter.busy and 0 < seconds <= PAUSE_SECONDS_MAX:
+            # Being woken by each request would cost both processes a turn, and could not start it
+            # any sooner where the window is full.
+            time.sleep(seconds)
+            seconds = 0.0
         writers = [self._channel] if self._channel.unsent_bytes else []
         readable, writable, _ = select.select([self._channel], writers, [], seconds)
         if writable:
             self._channel.flush()
-        if not readable:
+        return bool(readable)
+
+    def _take(self, seconds: float) -> None:
+        """Wait for at most `seconds` and hand over every request that came."""
+        if not self._readable(seconds):
             return
         if not self._adapter.outstanding:
             self._progress_at = time.monotonic()
