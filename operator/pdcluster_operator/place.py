@@ -20,9 +20,9 @@ from pdcluster_protocol.ids import RankAddress
 SLOT_MAX = 254
 POD_MAX = 253
 TRANSPORT_PORT_MIN = 15000
-TRANSPORT_PORT_COUNT = 64
-"""Of one engine; its ranks share them, and eight are enough for one with a few restarts."""
-TRANSPORT_RANGE_COUNT = 234
+TRANSPORT_PORT_COUNT = 128
+"""Of one engine; its ranks share them. A fence takes two out of use for a minute."""
+TRANSPORT_RANGE_COUNT = 117
 """Ranges that end below the engines' HTTP ports at 30000."""
 
 

@@ -65,7 +65,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     transport: Literal["mooncake", "local"] = "mooncake"
     transport_protocol: Literal["tcp", "rdma"] = "tcp"
     transport_port_min: int = 15000
-    transport_port_max: int = 15063
+    transport_port_max: int = 15127
     """The ports are shared evenly by the engine's ranks."""
     checksum: Checksum = "Full"
     allocation: Literal["Early", "PrefillComplete"] = "Early"

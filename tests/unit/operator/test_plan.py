@@ -236,11 +236,11 @@ def test_placing_gives_every_pod_an_address_and_every_engine_its_ports() -> None
     prefill, decode = placed.pods
     assert ("127.64.7.1", "127.64.7.2") == (prefill.sidecar.host, decode.engines[0].host)
     assert "/run/x/link-2" == decode.sidecar.link_path == decode.engines[0].link_path
-    assert (15192, 15255) == (
+    assert (15384, 15511) == (
         prefill.engines[0].transport_port_min,
         prefill.engines[0].transport_port_max,
     )
-    assert 15256 == decode.engines[0].transport_port_min
+    assert 15512 == decode.engines[0].transport_port_min
 
 
 def test_placing_tells_each_router_its_members_and_an_admin_port() -> None:
