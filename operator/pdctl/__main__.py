@@ -54,6 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in (("ps", "what runs"), ("down", "end what runs")):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("--name", help="which cluster, when several run")
+        if name == "ps":
+            command.add_argument("--json", action="store_true", help="for programs")
     generate = commands.add_parser("generate", help="stream tokens", allow_abbrev=False)
     generate.add_argument("prompt")
     generate.add_argument("--max-tokens", type=int, default=64)
@@ -158,6 +160,11 @@ def _ps(options: argparse.Namespace) -> int:
     from pdctl.table import process_table
 
     found = [run for run in runs() if options.name in {None, run.spec.cluster}]
+    if options.json:
+        from pdctl.listing import listing
+
+        print(listing(found))
+        return 0
     for run in found:
         print(f"{run.spec.cluster}  {run.spec.endpoint}  {run.spec.folder}")
         print(process_table(run.spec, run.state))

@@ -273,7 +273,9 @@ class Follower:
         self._noticed("")
         self._relay.reported(report)
         for dump in report.dumps:
-            self._dumps.remove(dump)
+            # A newer one may have pushed it out meanwhile.
+            if dump in self._dumps:
+                self._dumps.remove(dump)
         if answer.over and ranks.instance.incarnation == report.incarnation:
             ranks.end(f"incarnation {report.incarnation} is over at the leader")
         self._missing = answer.missing

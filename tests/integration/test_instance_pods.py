@@ -6,15 +6,19 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
+import structlog
 
 from pdcluster_protocol.control_api import AbortRequest, OrdersAsked, PodCard, PodReport
 from pdcluster_protocol.ids import Key, RankAddress, Role
+from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
     Accepted,
     CancelLeg,
@@ -30,7 +34,8 @@ from pdcluster_protocol.messages import (
     TransferMetadata,
 )
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
-from support.sidecars import FakeEngine, SidecarProcess, running, until
+from pdcluster_sidecar.sidecar import Sidecar
+from support.sidecars import RING, FakeEngine, SidecarProcess, running, until
 
 TWO = Parallelism(tp=2, dp=2)
 KEY = Key(77, 1 << 40)
@@ -231,6 +236,52 @@ async def test_a_pod_that_dies_whole_ends_the_ranks_of_the_other(
         answer = await instance.engine(index).open()
         assert "" == answer.refused
     await until(instance.ready)
+
+
+@asynccontextmanager
+async def impatient(sidecar: SidecarProcess) -> AsyncIterator[None]:
+    """The same sidecar in this process, with clocks that a test can wait for."""
+    limits = Limits(ping_seconds=0.1, unknown_after_seconds=0.3, dead_after_seconds=1.0)
+    log = structlog.get_logger()
+    stop = asyncio.Event()
+    run = asyncio.create_task(Sidecar(sidecar.config, RING, log=log, limits=limits).run(stop))
+
+    async def answers() -> bool:
+        try:
+            return (await sidecar.call("GET", "/health"))[0] == 200
+        except aiohttp.ClientError:
+            return False
+
+    await until(answers)
+    try:
+        yield
+    finally:
+        stop.set()
+        await run
+
+
+@pytest.mark.parametrize("silent", ["leader", "other"])
+async def test_who_is_silent_for_too_long_ends_the_ranks_that_hear_nothing(
+    tmp_path: Path, silent: str
+) -> None:
+    instance = Instance(tmp_path, Role.PREFILL)
+    index = ("leader", "other").index(silent)
+    leaving: SidecarProcess = getattr(instance, silent)
+    staying = (instance.other, instance.leader)[index]
+    async with running(leaving), impatient(staying):
+        engines = await instance.join()
+        answer = engines[0].answer
+        assert answer is not None
+        await until(instance.ready)
+        await leaving.stop(signal.SIGKILL)
+        async with asyncio.timeout(5):
+            await engines[1 - index].closed.wait()
+        status, raw = await staying.call("GET", "/ready")
+        assert 503 == status
+        assert b"0 of " in raw
+        late = instance.engine(1 - index, incarnation=answer.incarnation)
+        assert "start anew" in (await late.open()).refused
+        await instance.die()
 
 
 async def test_a_cancel_and_a_dump_reach_the_ranks_of_both_pods(instance: Instance) -> None:

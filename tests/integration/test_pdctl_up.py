@@ -181,6 +181,12 @@ def test_a_detached_cluster_is_asked_survives_a_death_and_is_ended(runtime: Path
         assert killed != pid_in(again, "prefill", "engine")
         assert "1 restarts, last exit -9" in again
         assert pid_in(shown, "decode", "engine") == pid_in(again, "decode", "engine")
+        [run] = json.loads(pdctl("ps", "--json").stdout)
+        assert f"http://127.0.0.1:{port}" == run["endpoint"]
+        listed = {(p["role"], p["kind"]): p for p in run["processes"]}
+        assert pid_in(again, "prefill", "engine") == listed["prefill", "engine"]["pid"]
+        assert 1 == listed["prefill", "engine"]["restarts"]
+        assert 1 == len(listed["decode", "engine"]["transfers"])
 
         answer = exchange("GET", f"http://127.0.0.1:{port}/v1/models", timeout_seconds=5)
         assert "tiny-glm" == json.loads(answer.body)["data"][0]["id"]
@@ -189,6 +195,7 @@ def test_a_detached_cluster_is_asked_survives_a_death_and_is_ended(runtime: Path
     assert (0, "local ended\n") == (down.returncode, down.stdout)
     until_gone(runtime, [])
     assert "nothing runs\n" == pdctl("ps").stdout
+    assert [] == json.loads(pdctl("ps", "--json").stdout)
 
 
 def pid_in(table: str, role: str, process: str) -> int:
