@@ -170,15 +170,17 @@ def _judge(
     if THEIRS not in storms:
         report.unmeasured("registry, ours / SGLang's class", peers.HOW)
         return
-    for kind in KINDS:
-        pairs = zip(rounds[THEIRS, kind], rounds[OURS, kind], strict=True)
-        _floor(report, kind, [theirs.cpu_us / ours.cpu_us for theirs, ours in pairs])
-    both = zip(storms[THEIRS], storms[OURS], strict=True)
-    _floor(report, "storm", [theirs.cpu_seconds / ours.cpu_seconds for theirs, ours in both])
+    for name in (OURS, SIGNED):
+        for kind in KINDS:
+            pairs = zip(rounds[THEIRS, kind], rounds[name, kind], strict=True)
+            _floor(report, f"{kind}, {name}", [one.cpu_us / other.cpu_us for one, other in pairs])
+        both = zip(storms[THEIRS], storms[name], strict=True)
+        ratios = [one.cpu_seconds / other.cpu_seconds for one, other in both]
+        _floor(report, f"storm, {name}", ratios)
 
 
 def _floor(report: Report, what: str, ratios: list[float]) -> None:
-    what = f"registry, {what}, requests for a second of CPU, ours / SGLang's class"
+    what = f"registry, {what}: requests for a second of CPU, over SGLang's"
     report.floor(what, median(ratios), floor=RATIO_MIN, unit="times")
 
 

@@ -81,3 +81,29 @@ def test_prompts_of_built_in_models_are_a_byte_a_token_and_repeatable() -> None:
     assert 1000 == len(prompt_text(1000, 1).encode())
     assert prompt_text(64, 1) == prompt_text(64, 1)
     assert prompt_text(64, 1) != prompt_text(64, 2)
+
+
+@pytest.mark.usefixtures("runner")
+def test_a_control_time_leaves_out_what_stands_for_forward_and_transfer() -> None:
+    from bench.exchange import Exchange
+
+    times = Exchange(minted=0, begun=2_000_000, computed=52_000_000, handed_over=55_000_000)
+    times.prefill_ended, times.decode_ended = 57_000_000, 56_000_000
+
+    assert pytest.approx((0.002, 0.003, 0.002, 0.007)) == (
+        times.admission,
+        times.hand_over,
+        times.conclusion,
+        times.control,
+    )
+
+
+@pytest.mark.usefixtures("runner")
+def test_a_storm_names_every_rank_some_twice_and_the_last_one_apart() -> None:
+    from bench.registrations import STORM_RANKS, storm
+
+    bodies, last = storm(1)
+
+    assert STORM_RANKS - 1 == len(set(bodies))
+    assert STORM_RANKS - 1 + STORM_RANKS // 4 == len(bodies)
+    assert last not in bodies
