@@ -113,6 +113,7 @@ class Ledger:
         self._operations = 0
         self._newest_milliseconds = 0
         self._tombstones: OrderedDict[Key, Tombstone] = OrderedDict()
+        self._doubt_until = 0.0
 
     @property
     def ready(self) -> bool:
@@ -231,11 +232,22 @@ class Ledger:
                 and oldest.expires_at > self.now
             ):
                 break
-            self._tombstones.popitem(last=False)
+            _, forgotten = self._tombstones.popitem(last=False)
+            if not forgotten.drained:
+                self._doubt_until = max(self._doubt_until, forgotten.expires_at)
 
     def tombstone(self, key: Key) -> Tombstone | None:
         """How a key ended, if it is still remembered."""
         return self._tombstones.get(key)
+
+    def drained(self, key: Key) -> bool:
+        """Whether every write of a concluded or unknown key has provably stopped.
+
+        While a tombstone that said otherwise was pushed out before its time, unknown keys are in
+        doubt too.
+        """
+        buried = self._tombstones.get(key)
+        return self.now >= self._doubt_until if buried is None else buried.drained
 
     @property
     def tombstone_count(self) -> int:

@@ -152,12 +152,11 @@ class PrefillRooms:
                 self._ends.fail(room, Reason.ABORTED, "decode cancelled the request", tell=False)
             return
         self.pairing.forget(key)
-        buried = ledger.tombstone(key)
-        if buried is None:
-            ledger.bury(key, KVPoll.FAILED, reason=Reason.ABORTED)
+        drained = ledger.drained(key)
+        if ledger.tombstone(key) is None:
+            ledger.bury(key, KVPoll.FAILED, reason=Reason.ABORTED, drained=drained)
         self.farewells.stop(key)
         if abort.generation is not None:
-            drained = buried is None or buried.drained
             ledger.send(lane, AbortAck(key, lane.rank, abort.generation, drained))
 
     def concluded(self, message: Concluded) -> None:

@@ -183,3 +183,24 @@ def test_a_fence_is_complete_when_every_mapping_that_was_there_is_gone(two_ranks
     two_ranks.transport_ready(0, "new", 0)
 
     assert not two_ranks.fencing
+
+
+def test_a_tombstone_that_was_pushed_out_leaves_doubt_for_as_long_as_it_had_to_live() -> None:
+    ledger = Ledger(
+        node_setup(
+            limits=Limits(tombstones_max=1),
+            timeouts=Timeouts(bootstrap_seconds=1, transfer_seconds=2),
+        )
+    )
+    assert ledger.drained(key(1))
+    ledger.bury(key(1), KVPoll.FAILED, drained=False)
+    assert not ledger.drained(key(1))
+    assert ledger.drained(key(9))
+    ledger.now = 1.0
+    ledger.bury(key(2), KVPoll.FAILED)
+    assert ledger.drained(key(2))
+    assert not ledger.drained(key(1))
+    assert not ledger.drained(key(9))
+    ledger.now = 3.0
+
+    assert ledger.drained(key(1))
