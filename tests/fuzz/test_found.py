@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from fuzz.catalogue import TARGETS
+from fuzz.connections import WHOLE
 from fuzz.files import BOMBS, OBJECTS
 from fuzz.http import ROW
 from fuzz.link import HELLO
@@ -77,6 +78,14 @@ def test_a_dummy_whose_lists_are_empty_has_no_state() -> None:
 
 def test_a_null_among_the_fields_of_generate_is_forwarded_as_none() -> None:
     assert CHECKS["requests"]([b'{"text": "abc", "sampling_params": null, "rid": "q"}'])
+
+
+@pytest.mark.parametrize("behind", [WHOLE, WHOLE[:20], b"HTTP/1.1 200 OK\r\n"])
+def test_what_comes_behind_an_engines_answer_is_nobodys_and_ends_the_connection(
+    behind: bytes,
+) -> None:
+    assert CHECKS["leg connections"]([WHOLE])
+    assert not CHECKS["leg connections"]([WHOLE + behind])
 
 
 @pytest.mark.parametrize(("name", "parts"), FOUND)
