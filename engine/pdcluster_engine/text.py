@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from pdcluster_protocol.errors import ConfigError, InvalidRequest
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 BROKEN_RUN_TOKENS = 32
 """So many tokens without a whole character are not waiting for one."""
@@ -130,7 +131,7 @@ class TextCodec:
                 raise ConfigError(f"{name} is missing among the tokenizer's files")
         try:
             config = msgspec.json.decode(files["tokenizer_config.json"], type=TextConfig)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise ConfigError(f"tokenizer_config.json: {error}") from error
         try:
             tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])

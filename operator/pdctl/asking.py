@@ -13,6 +13,7 @@ from pdcluster_operator.plan import Plan
 from pdcluster_protocol.authentication import HttpSigner
 from pdcluster_protocol.errors import ConfigError, PDClusterError, Reason
 from pdcluster_protocol.ids import Role
+from pdcluster_protocol.undecodable import UNDECODABLE
 from pdctl.processes import RunSpec
 from pdctl.web import exchange, signer, stream
 
@@ -147,7 +148,7 @@ def only_model(url: str) -> str:
     answer = exchange("GET", f"{url}/v1/models", timeout_seconds=ANSWER_SECONDS)
     try:
         models = msgspec.json.decode(answer.body, type=_Models).data
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise PDClusterError(
             f"{url}/v1/models answered {answer.status}: {answer.message()}",
             reason=Reason.PEER_FAILED,

@@ -10,6 +10,7 @@ import msgspec
 from pdcluster_operator.place import resolve_source
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.sizing import BUILTIN_CONFIGS
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 CONFIG_BYTES_MAX = 16 << 20
 
@@ -68,5 +69,5 @@ def _read(folder: Path) -> Mapping[str, object]:
         ) from error
     try:
         return msgspec.json.decode(raw[:CONFIG_BYTES_MAX], type=dict[str, object])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise ConfigError(f"{path}: is no JSON object: {error}") from error

@@ -12,6 +12,7 @@ import msgspec
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner, KeyRing
 from pdcluster_protocol.errors import ConfigError, PDClusterError, Reason
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 ANSWER_BYTES_MAX = 64 << 20
 LINE_BYTES_MAX = 1 << 20
@@ -33,7 +34,7 @@ class Answer(msgspec.Struct, frozen=True):
         """The message of an error answer: that of the OpenAI shape, else the body's beginning."""
         try:
             error = msgspec.json.decode(self.body, type=_ErrorBody).error
-        except (msgspec.DecodeError, msgspec.ValidationError):
+        except UNDECODABLE:
             return self.body[:300].decode(errors="replace").strip()
         return f"{error.code}: {error.message}" if error.code else error.message
 

@@ -1,4 +1,4 @@
-"""Connections as bytes: the router's parser of clients' requests, and a sidecar's `/route` path."""
+"""Connections as bytes: clients of a router, its legs to engines, and a sidecar's `/route` path."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from fuzz.mutation import Parts
 from fuzz.target import Target, one_part
 from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
 from pdcluster_protocol.config import SidecarConfig
+from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.push.registry import RegistryNode
 from pdcluster_sidecar.route_path import RoutePath
 from pdcluster_sidecar.router.exchange import Exchange
+from pdcluster_sidecar.router.legs import Leg, LegConnection, LegPool
 from pdcluster_sidecar.router.listening import ServeLimits, Server
 from pdcluster_sidecar.router.serve import ClientConnection
 
@@ -158,6 +161,60 @@ def _routed(method: str, target: str, body: bytes = b"") -> bytes:
     return head.encode() + body
 
 
+class _Heard:
+    """A leg's listener that keeps in which order it was told."""
+
+    def __init__(self) -> None:
+        self.told = ""
+        """One letter a call: head, part, fed, end, lost. Raising here would end in the parser."""
+
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self.told += "h" if 200 <= status else "?"
+
+    def on_part(self, part: bytes) -> None:
+        self.told += "p"
+
+    def on_fed(self) -> None:
+        self.told += "f"
+
+    def on_end(self) -> None:
+        self.told += "e"
+
+    def on_lost(self, reason: Reason, detail: str) -> None:
+        self.told += "l"
+
+
+ORDER = re.compile(r"f*(h[pf]*e|(h[pf]*)?l)")
+ENGINE = RankAddress("127.64.0.3", 30000)
+WHOLE = b'HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-pd-load: {"a": 1}\r\n\r\n{}'
+EVENTS = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n",
+    b"b\r\ndata: {}\n\n\r\n",
+    b"0\r\n\r\n",
+)
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+def check_legs(parts: Parts) -> bool:
+    """Whatever an engine answers, a leg's listener hears one head and one end, in this order."""
+    return LOOP.run_until_complete(_answered(parts))
+
+
+async def _answered(parts: Parts) -> bool:
+    pool = LegPool(HttpSigner(RING, "router"), now=lambda: 1.0)
+    connection, wire, heard = LegConnection(pool, ENGINE), _Wire(), _Heard()
+    connection.connection_made(wire)
+    connection.send(b"POST / HTTP/1.1\r\n\r\n", b"", Leg(heard))
+    for part in parts:
+        if not wire.closed:
+            connection.data_received(part)
+    kept = pool.idle_count
+    connection.connection_lost(None)
+    assert ORDER.fullmatch(heard.told), heard.told
+    assert 0 == pool.idle_count
+    return bool(kept)
+
+
 PUT = _routed("PUT", "/route", msgspec.json.encode(ROW))
 ASK = _routed("GET", f"/route?{QUERY.decode()}")
 
@@ -166,6 +223,11 @@ TARGETS = (
         "client connections",
         (*one_part(REQUEST, CHUNKED, GET), (REQUEST + GET, CHUNKED + REQUEST), (REQUEST * 12,)),
         check_connections,
+    ),
+    Target(
+        "leg connections",
+        (*one_part(WHOLE, WHOLE + WHOLE, INTERIM + WHOLE), EVENTS, (WHOLE[:30], WHOLE[30:])),
+        check_legs,
     ),
     Target(
         "route connections",

@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from fuzz.catalogue import TARGETS
+from fuzz.connections import WHOLE
 from fuzz.files import BOMBS, OBJECTS
 from fuzz.http import ROW
 from fuzz.link import HELLO
 from fuzz.machines import Said, encoded, registrations
+from fuzz.memory import REQUESTS
 from fuzz.mutation import Parts
 from fuzz.wire import PLAIN, SEALED
 from pdcluster_engine.memory.metadata import MetadataRow, MetadataTable, metadata_bytes, row_fault
@@ -30,6 +32,11 @@ def _nested_trailer() -> Parts:
 
 def _nested(body: bytes) -> bytes:
     return body[:-1] + b', "more": ' + b"[" * DEEP + b"]" * DEEP + b"}"
+
+
+def _nested_transfer() -> Parts:
+    fields = [*msgspec.to_builtins(REQUESTS[2]), None]
+    return [msgspec.msgpack.encode([fields])[:-1] + b"\x91" * DEEP + b"\xc0"]
 
 
 def _impossible_hello() -> Parts:
@@ -64,6 +71,7 @@ FOUND: list[tuple[str, Parts]] = [
     ("prefill node", _registration(decode_pp_size=-1)),
     ("prefill node", _registration(decode_tp_size=1 << 62, decode_pp_size=1 << 62)),
     ("prefill node", _registration(decode_tp_rank=-1)),
+    ("transfers", _nested_transfer()),
     *(("objects", list(bomb)) for bomb in BOMBS),
     ("objects", [OBJECTS[0] + b"  " + b"x" * 9000 + b": 1\n"]),
     ("objects", [b"a: 1\n" * 2 + b"x" * 9000 + b": 1\n"]),
@@ -77,6 +85,14 @@ def test_a_dummy_whose_lists_are_empty_has_no_state() -> None:
 
 def test_a_null_among_the_fields_of_generate_is_forwarded_as_none() -> None:
     assert CHECKS["requests"]([b'{"text": "abc", "sampling_params": null, "rid": "q"}'])
+
+
+@pytest.mark.parametrize("behind", [WHOLE, WHOLE[:20], b"HTTP/1.1 200 OK\r\n"])
+def test_what_comes_behind_an_engines_answer_is_nobodys_and_ends_the_connection(
+    behind: bytes,
+) -> None:
+    assert CHECKS["leg connections"]([WHOLE])
+    assert not CHECKS["leg connections"]([WHOLE + behind])
 
 
 @pytest.mark.parametrize(("name", "parts"), FOUND)

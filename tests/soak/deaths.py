@@ -16,7 +16,7 @@ import time
 from typing import NamedTuple
 
 from soak.leaks import History, files
-from soak.processes import Process, find
+from soak.processes import Process, processes
 from soak.questions import Bank, Question, Seen
 from soak.tally import Tally
 from support.cluster import PairCluster, until
@@ -78,11 +78,12 @@ async def _kill(
     tally: Tally,
 ) -> None:
     moment = await _busy(cluster, clients, questions, dice)
-    pid = find(cluster, victim.name).pid
+    living = {process.name: process.pid for process in processes(cluster)}
+    pid = living[victim.name]
     died_at = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     arriving = [asyncio.create_task(bank.ask(question)) for question in questions[:ARRIVING]]
-    back = asyncio.create_task(_back(cluster, victim.name, pid))
+    back = asyncio.create_task(_back(cluster, set(living), pid))
 
     for client, seen in zip(clients, await asyncio.gather(*clients), strict=True):
         if client in moment.ended:
@@ -138,15 +139,14 @@ async def _busy(
     return _Moment(name, {client for client in clients if client.done()})
 
 
-async def _back(cluster: PairCluster, name: str, pid: int) -> float:
+async def _back(cluster: PairCluster, names: set[str], pid: int) -> float:
     """Wait until another process does the victim's work; when that was."""
-    await until(lambda: _replaced(cluster, name, pid), f"another {name}")
+    await until(lambda: _replaced(cluster, names, pid), f"another process in place of {pid}")
     await until(cluster.ready, "ready again")
     return time.monotonic()
 
 
-async def _replaced(cluster: PairCluster, name: str, pid: int) -> bool:
-    try:
-        return find(cluster, name).pid not in {0, pid}
-    except LookupError:
-        return False
+async def _replaced(cluster: PairCluster, names: set[str], pid: int) -> bool:
+    """Whether all run again; the transfer processes of one engine may have swapped names."""
+    now = {process.name: process.pid for process in processes(cluster)}
+    return names == now.keys() and not {0, pid} & set(now.values())

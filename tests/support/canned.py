@@ -36,6 +36,7 @@ from pdcluster_protocol.limits import Timeouts
 from pdcluster_protocol.messages import InstanceCard, Load, RankCard
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 from pdcluster_sidecar.router.app import Router
+from pdcluster_sidecar.router.listening import ServeLimits
 
 RING = KeyRing({"k1": b"0123456789abcdef0123456789abcdef"})
 DEADLINE_SECONDS = 20.0
@@ -352,9 +353,14 @@ def pair_of_workers() -> list[CannedWorker]:
 
 @asynccontextmanager
 async def world(
-    folder: Path, *, workers: list[CannedWorker] | None = None, wait: bool = True, **changes: Any
+    folder: Path,
+    *,
+    workers: list[CannedWorker] | None = None,
+    wait: bool = True,
+    limits: ServeLimits | None = None,
+    **changes: Any,
 ) -> AsyncIterator[World]:
-    """A router over canned workers, ready to be used."""
+    """A router over canned workers, ready to be used; `changes` are fields of its configuration."""
     workers = pair_of_workers() if workers is None else workers
     for worker in workers:
         if not worker.engine_ports:
@@ -369,7 +375,7 @@ async def world(
         "members": tuple(worker.member for worker in workers),
         "timeouts": Timeouts(queue_seconds=5, bootstrap_seconds=5, stall_seconds=5),
     }
-    router = Router(RouterConfig(**(fields | changes)), RING)
+    router = Router(RouterConfig(**(fields | changes)), RING, limits=limits)
     await router.start()
     try:
         if wait:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -107,3 +108,48 @@ def test_a_storm_names_every_rank_some_twice_and_the_last_one_apart() -> None:
     assert STORM_RANKS - 1 == len(set(bodies))
     assert STORM_RANKS - 1 + STORM_RANKS // 4 == len(bodies)
     assert last not in bodies
+
+
+@pytest.mark.usefixtures("runner")
+def test_what_could_not_be_measured_is_missed_and_a_floor_is_kept_from_above(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from bench.figures import Report
+
+    report = Report()
+    report.floor("requests", 1.6, floor=1.5, unit="times")
+    report.floor("events", 1.4, floor=1.5, unit="times")
+    report.unmeasured("all beside a peer", "it is not installed")
+
+    assert 2 == report.summary()
+    printed = capsys.readouterr().out
+    assert "kept    requests: 1.6 of at least 1.5 times" in printed
+    assert "MISSED  all beside a peer: not measured; it is not installed" in printed
+
+
+@pytest.mark.usefixtures("runner")
+def test_a_router_without_its_peer_is_judged_as_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench import router
+    from bench.figures import Report
+    from bench.router_load import Found
+
+    run = Found(
+        requests_per_second=1e6,
+        events_per_second=1e6,
+        p50_ms=0.1,
+        p99_ms=0.1,
+        cpu_us_per_request=1.0,
+        cpu_us_per_event=1.0,
+        failed=0,
+    )
+    monkeypatch.setattr(router, "PEERS", tmp_path)
+    assert not router.installed()
+    report = Report()
+    router.judge(
+        report, {(way, s.name): [run] for way in ("engine", "router") for s in router.SHAPES}
+    )
+
+    assert 1 == report.summary()
+    assert f"everything beside sglang-router: not measured; {tmp_path}" in capsys.readouterr().out

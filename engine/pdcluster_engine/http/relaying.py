@@ -31,6 +31,7 @@ from pdcluster_protocol.errors import (
     parse_reason,
 )
 from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 SEQUENCE_PATH: Final = "/pd/v1/sequence"
 RELAYED_MAX: Final = 4096
@@ -216,5 +217,5 @@ async def _refusal(answer: aiohttp.ClientResponse) -> tuple[Reason, str]:
     try:
         error = msgspec.json.decode(raw, type=dict[str, dict[str, str | None]])["error"]
         return parse_reason(error["code"] or ""), error["message"] or ""
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+    except (*UNDECODABLE, KeyError):
         return Reason.PEER_FAILED, f"the sequence's rank answers with {answer.status}"

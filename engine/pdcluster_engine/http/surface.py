@@ -23,6 +23,7 @@ from pdcluster_engine.sampling import SamplingParameters
 from pdcluster_engine.submission import Engine, Submission
 from pdcluster_protocol.config import SIDECAR_HTTP_PORT, EngineConfig
 from pdcluster_protocol.errors import InvalidRequest, NotReady, PDClusterError, Reason
+from pdcluster_protocol.undecodable import UNDECODABLE
 
 HEALTH_TOKEN_ID = 0
 HEALTH_GENERATE_SECONDS = 20.0
@@ -204,7 +205,7 @@ class Surface:
         self._door.require_member(signed=signed)
         try:
             asked = msgspec.json.decode(body, type=AbortBody)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             raise InvalidRequest(f'the body must be {{"rid": "…"}}: {error}') from error
         if asked.abort_all:
             raise InvalidRequest(

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from pdcluster_protocol.undecodable import UNDECODABLE
+
 FRAME_BYTES_MAX = 16 << 20
 _READ_BYTES = 64 << 10
 _LENGTH = struct.Struct("<I")
@@ -83,7 +85,7 @@ class Channel(Generic[MessageT]):
         for body in self._frames():
             try:
                 messages += self._decoder.decode(body)
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 raise ChannelClosed(f"unreadable message: {error}") from error
         if ended and not messages:
             raise ChannelClosed("end of stream")

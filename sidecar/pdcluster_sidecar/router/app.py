@@ -34,7 +34,6 @@ from pdcluster_sidecar.router.telemetry import Metrics
 from pdcluster_sidecar.server_log import server_logger
 
 DRAIN_SECONDS: Final = 1.0
-SWEEP_SECONDS: Final = 5.0
 BACKLOG: Final = 1024
 
 log = structlog.get_logger()
@@ -43,19 +42,12 @@ log = structlog.get_logger()
 class Router:
     """A router process's whole inside; `start` opens the ports, `close` ends everything."""
 
-    def __init__(self, config: RouterConfig, ring: KeyRing) -> None:
+    def __init__(
+        self, config: RouterConfig, ring: KeyRing, *, limits: ServeLimits | None = None
+    ) -> None:
         loop = asyncio.get_running_loop()
         signer = HttpSigner(ring, secrets.token_hex(16))
-        ours = InstanceCard(
-            cluster=config.cluster,
-            instance=config.instance,
-            role="router",
-            incarnation="",
-            session=signer.session,
-            http=RankAddress(config.host, config.admin_port),
-            served_name=config.served_name,
-            max_context=config.max_context,
-        )
+        ours = _our_card(config, signer.session)
         self._config = config
         self._calls = SidecarCalls(signer, HttpVerifier(ring))
         self._members = Members(config, self._calls, ours=ours, now=loop.time)
@@ -89,8 +81,11 @@ class Router:
             lambda: self._admission.has_pair(None),
             created_seconds=time.time_ns() // 1_000_000_000,
         )
-        limits = ServeLimits(body_bytes_max=config.body_bytes_max)
-        self._server = Server(routes.handle, limits, now=loop.time)
+        self._server = Server(
+            routes.handle,
+            limits or ServeLimits(body_bytes_max=config.body_bytes_max),
+            now=loop.time,
+        )
         self._admin = Admin(
             config,
             self._members,
@@ -226,9 +221,23 @@ class Router:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_SECONDS)
+            await asyncio.sleep(self._server.limits.sweep_seconds)
             self._server.sweep()
             self._pool.sweep()
+
+
+def _our_card(config: RouterConfig, session: str) -> InstanceCard:
+    """Who we are to sidecars."""
+    return InstanceCard(
+        cluster=config.cluster,
+        instance=config.instance,
+        role="router",
+        incarnation="",
+        session=session,
+        http=RankAddress(config.host, config.admin_port),
+        served_name=config.served_name,
+        max_context=config.max_context,
+    )
 
 
 def _cannot_listen(name: str, host: str, port: int, error: OSError) -> ConfigError:

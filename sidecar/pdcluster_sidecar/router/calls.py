@@ -22,6 +22,8 @@ ANSWER_BYTES_MAX: Final = 4 << 20
 TOKENIZER_BYTES_MAX: Final = 64 << 20
 ABORTS_MAX: Final = 4096
 ABORT_TRIES: Final = 2
+ABORTS_CLOSE_SECONDS: Final = 0.5
+"""How long aborts that are under way may hold up the end of the process."""
 
 
 class CallFailed(RemoteProtocolError):
@@ -46,10 +48,13 @@ class SidecarCalls:
 
     async def close(self) -> None:
         """Give aborts that are under way a moment, then close all connections."""
-        if self._aborts:
-            await asyncio.wait(tuple(self._aborts), timeout=0.5)
-        for task in tuple(self._aborts):
+        aborts = tuple(self._aborts)
+        if aborts:
+            await asyncio.wait(aborts, timeout=ABORTS_CLOSE_SECONDS)
+        for task in aborts:
             task.cancel()
+        # Each gives its connection back first, else nobody would close it.
+        await asyncio.gather(*aborts, return_exceptions=True)
         await self._session.close()
 
     async def hello(self, address: RankAddress, ours: InstanceCard) -> InstanceCard:

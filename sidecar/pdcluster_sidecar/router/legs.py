@@ -99,6 +99,8 @@ class LegConnection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._status = 0
         self._whole = False
+        self._overran = False
+        """More came behind the answer: it is nobody's, and the connection is not used again."""
         self._keeps_alive = False
         self._held = False
         self.address = address
@@ -168,10 +170,15 @@ class LegConnection(asyncio.Protocol):
 
     # --- parser ---------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        self._overran = self._whole
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        if self._overran:
+            return
         self._status = self._parser.get_status_code()
         leg = self._leg
         if self._status >= 200 and leg is not None and leg.listener is not None:
@@ -179,10 +186,14 @@ class LegConnection(asyncio.Protocol):
 
     def on_body(self, part: bytes) -> None:
         leg = self._leg
-        if leg is not None and leg.listener is not None:
+        # An interim answer has no body, whatever it says.
+        answers = self._status >= 200 and not self._overran
+        if answers and leg is not None and leg.listener is not None:
             leg.listener.on_part(part)
 
     def on_message_complete(self) -> None:
+        if self._overran:
+            return
         # An interim answer such as 100 is no answer yet.
         self._whole = self._status >= 200
         # Asked here: a moment later the parser has forgotten how the message was framed.
@@ -197,7 +208,7 @@ class LegConnection(asyncio.Protocol):
             return
         self._leg = None
         listener = leg.done()
-        if self._keeps_alive and self.usable:
+        if self._keeps_alive and self.usable and not self._overran:
             self.hold(held=False)
             self._pool.keep(self)
         else:

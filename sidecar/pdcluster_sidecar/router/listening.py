@@ -18,11 +18,19 @@ class ServeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bodies of all connections together."""
     connections_max: int = 8192
     idle_seconds: float = 75.0
-    """A connection without a request, or with one that does not arrive."""
+    """A connection without a request."""
+    head_seconds: float = 10.0
+    """From the first byte of a request to the end of its head."""
+    body_seconds: float = 60.0
+    """From there to the end of its body."""
+    sweep_seconds: float = 1.0
+    """How often all connections look at the clock."""
 
 
 class Connection(Protocol):
     """What the server asks of a connection."""
+
+    def expire(self) -> None: ...
 
     def close_if_idle(self, *, idle_before: float) -> None: ...
 
@@ -67,10 +75,9 @@ class Server:
         self._buffered -= nbytes
 
     def sweep(self) -> None:
-        """Close connections that have been idle for too long."""
-        idle_before = self.now() - self.limits.idle_seconds
+        """Tell all connections to look at the clock."""
         for connection in tuple(self._connections):
-            connection.close_if_idle(idle_before=idle_before)
+            connection.expire()
 
     def close_idle(self) -> None:
         """Take nothing more on open connections: idle ones close now, the others when answered."""

@@ -15,7 +15,9 @@ from pdcluster_sidecar.router.replies import Failure
 
 COMPUTING: Final = {str(api): api for api in Api}
 MODELS: Final = "/v1/models"
-READING: Final = frozenset({"GET", "HEAD"})
+READING: Final = ("GET", "HEAD")
+OPENAI_COMPUTING: Final = ("POST",)
+SGLANG_COMPUTING: Final = ("POST", "PUT")
 
 
 class Routes:
@@ -46,17 +48,18 @@ class Routes:
         """Answer one request, now or later."""
         api = COMPUTING.get(exchange.path)
         if api is not None:
-            if exchange.method == "POST" or (api is Api.GENERATE and exchange.method == "PUT"):
+            allowed = SGLANG_COMPUTING if api is Api.GENERATE else OPENAI_COMPUTING
+            if exchange.method in allowed:
                 self._compute(exchange, api)
             else:
-                _refuse_method(exchange, b"POST")
+                _refuse_method(exchange, allowed)
             return
         known = exchange.path in {MODELS, "/health", "/ready"}
         if not known and not exchange.path.startswith(f"{MODELS}/"):
             message = f"{exchange.path[:200]} is no path of this router"
             exchange.fail(_not_found(message))
         elif exchange.method not in READING:
-            _refuse_method(exchange, b"GET")
+            _refuse_method(exchange, READING)
         else:
             self._read(exchange)
 
@@ -86,7 +89,9 @@ def _not_found(message: str, *, param: str | None = None) -> Failure:
     return Failure(status=404, reason=reason, message=message, param=param)
 
 
-def _refuse_method(exchange: Exchange, allowed: bytes) -> None:
-    message = f"{exchange.path} takes {allowed.decode()}, not {exchange.method}"
+def _refuse_method(exchange: Exchange, allowed: tuple[str, ...]) -> None:
+    listed = ", ".join(allowed)
+    message = f"{exchange.path} takes {listed}, not {exchange.method}"
     failure = Failure(status=405, reason=Reason.INVALID_REQUEST, message=message)
-    exchange.answer(405, failure.body(), headers=(*failure.headers(), (b"allow", allowed)))
+    headers = (*failure.headers(), (b"allow", listed.encode()))
+    exchange.answer(405, failure.body(), headers=headers)

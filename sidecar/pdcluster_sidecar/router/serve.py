@@ -2,9 +2,9 @@
 
 One connection takes its requests in turn: a pipelined one waits until the one before it is
 answered, and reading stops while too many wait. What is malformed is answered with 400 and the
-connection closed, since nobody knows where the next request would begin; a request that names both
-a length and a transfer encoding is such a case. A refused body is not read: the answer goes out and
-what still arrives is thrown away for a moment, so that the client gets to read it.
+connection closed (`heads`), what takes too long to arrive with 408. A refused body is not read: the
+answer goes out and what still arrives is thrown away for a moment, so that the client gets to read
+it. Trailers and chunk extensions are counted and dropped: they mean nothing here.
 
 Back-pressure goes both ways: an `Exchange` says when the client cannot take more (`on_pressure`),
 and whoever feeds it stops.
@@ -13,24 +13,40 @@ and whoever feeds it stops.
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections import deque
 from typing import Final, cast
 
 import httptools
 
-from pdcluster_protocol.errors import Reason
 from pdcluster_sidecar.router.exchange import Exchange
+from pdcluster_sidecar.router.heads import (
+    FRAMING_BYTES_MAX,
+    FRAMING_PER_BODY_BYTE,
+    HEAD_BYTES_MAX,
+    HEADERS_MAX,
+    SINGLE_HEADERS,
+    URL_BYTES_MAX,
+    bad,
+    overloaded,
+    path_of,
+    refusal_of_head,
+    too_large,
+    too_late,
+    too_many_headers,
+    url_too_long,
+)
 from pdcluster_sidecar.router.listening import Server
 from pdcluster_sidecar.router.replies import CONTINUE, Failure
 
-HEAD_BYTES_MAX: Final = 32 << 10
-HEADERS_MAX: Final = 128
 PIPELINED_PAUSE: Final = 8
 """So many waiting requests stop the reading; what was read already may hold more."""
 PIPELINED_MAX: Final = 256
 WRITE_BUFFER_BYTES: Final = 256 << 10
+UNSENT_BYTES: Final = 128 << 10
+"""Of what the kernel holds for a client that reads slowly; by itself it would take megabytes."""
 LINGER_SECONDS: Final = 1.0
-SINGLE_HEADERS: Final = frozenset({b"host", b"transfer-encoding", b"content-length"})
 
 
 class ClientConnection(asyncio.Protocol):
@@ -44,6 +60,11 @@ class ClientConnection(asyncio.Protocol):
         self._arriving: Exchange | None = None
         self._head_open = False
         self._head_bytes = 0
+        self._fed_bytes = 0
+        """Since the head, or the body, began; what one read brings of both counts for the body."""
+        self._header_count = 0
+        self._arriving_since = 0.0
+        """Of the head while it is open, else of the body."""
         self._url = b""
         self._body: list[bytes] = []
         self._discards = False
@@ -58,8 +79,9 @@ class ClientConnection(asyncio.Protocol):
         # uvloop's transports are none of asyncio's classes, but have their methods.
         self._transport = transport = cast("asyncio.Transport", transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        _bound_unsent(transport)
         if not self._server.admit(self):
-            self._refuse(Exchange(self), _overloaded("too many connections; try again later"))
+            self._refuse(Exchange(self), overloaded("too many connections; try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
@@ -94,12 +116,18 @@ class ClientConnection(asyncio.Protocol):
             self._discards = True
         except httptools.HttpParserError as error:
             self._refuse(
-                self._arriving or Exchange(self), _bad(f"the request is not valid HTTP: {error}")
+                self._arriving or Exchange(self), bad(f"the request is not valid HTTP: {error}")
             )
-        if head_was_open and self._head_open and self._arriving is not None:
-            # The parser keeps an unfinished header to itself, so what it was fed is counted.
-            self._head_bytes += len(data)
-            self._check_head_size(self._arriving)
+        exchange = self._arriving
+        if exchange is None:
+            return
+        if not self._head_open:
+            self._fed_bytes += len(data)
+            self._check_framing(exchange)
+        elif head_was_open:
+            # The parser keeps an unfinished header to itself, so what it was fed is counted too.
+            self._fed_bytes += len(data)
+            self._check_head_size(exchange, self._fed_bytes)
 
     # --- parser ---------------------------------------------------------------------------------
 
@@ -108,23 +136,32 @@ class ClientConnection(asyncio.Protocol):
             return
         self._arriving = Exchange(self)
         self._head_open = True
-        self._head_bytes = 0
+        self._head_bytes = self._fed_bytes = self._header_count = 0
+        self._arriving_since = self._server.now()
         self._url = b""
         self._body = []
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        if len(self._url) > URL_BYTES_MAX and self._arriving is not None:
+            self._refuse(self._arriving, url_too_long())
 
     def on_header(self, name: bytes, value: bytes) -> None:
         exchange = self._arriving
         if exchange is None:
             return
+        self._header_count += 1
+        if self._header_count > HEADERS_MAX:
+            message = f"there are more than {HEADERS_MAX} headers and trailers"
+            self._refuse(exchange, too_many_headers(message))
+            return
+        if not self._head_open:
+            return
+        self._head_bytes += len(name) + len(value)
         name = name.lower()
         if name in exchange.headers and name in SINGLE_HEADERS:
-            self._refuse(exchange, _bad(f"header {name.decode('latin-1')} is given twice"))
+            self._refuse(exchange, bad(f"header {name.decode('latin-1')} is given twice"))
         exchange.headers[name] = value
-        if self._head_open and len(exchange.headers) > HEADERS_MAX:
-            self._refuse(exchange, _too_long(f"there are more than {HEADERS_MAX} headers"))
 
     def on_headers_complete(self) -> None:
         exchange = self._arriving
@@ -133,16 +170,18 @@ class ClientConnection(asyncio.Protocol):
             return
         parser = self._parser
         exchange.method = parser.get_method().decode("latin-1")
-        exchange.path = _path(self._url.decode("latin-1"))
+        exchange.path = path_of(self._url.decode("latin-1"))
         exchange.keep_alive = parser.should_keep_alive() and not parser.should_upgrade()
-        exchange.modern = parser.get_http_version() == "1.1"
-        self.idle_since = self._server.now()
-        self._head_bytes = len(self._url) + sum(map(len, exchange.headers.values()))
-        self._check_head_size(exchange)
-        refusal = _refusal_of_head(exchange, body_bytes_max=self._server.limits.body_bytes_max)
+        version = parser.get_http_version()
+        exchange.modern = version == "1.1"
+        self.idle_since = self._arriving_since = self._server.now()
+        self._fed_bytes = 0
+        self._check_head_size(exchange, self._head_bytes)
+        body_bytes_max = self._server.limits.body_bytes_max
+        refusal = refusal_of_head(exchange, version, body_bytes_max=body_bytes_max)
         if refusal is not None:
             self._refuse(exchange, refusal)
-        elif exchange.headers.get(b"expect", b"").lower() == b"100-continue":
+        elif b"expect" in exchange.headers:
             self._invite(exchange)
 
     def on_body(self, part: bytes) -> None:
@@ -153,9 +192,9 @@ class ClientConnection(asyncio.Protocol):
         exchange.body_bytes += len(part)
         fits = self._server.buffer(len(part))
         if exchange.body_bytes > self._server.limits.body_bytes_max:
-            self._refuse(exchange, _too_large(self._server.limits.body_bytes_max))
+            self._refuse(exchange, too_large(self._server.limits.body_bytes_max))
         elif not fits:
-            self._refuse(exchange, _overloaded("too many request bodies are under way"))
+            self._refuse(exchange, overloaded("too many request bodies are under way"))
 
     def on_message_complete(self) -> None:
         exchange = self._arriving
@@ -194,7 +233,20 @@ class ClientConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._serve_next)
         if self._paused and len(self._waiting) < PIPELINED_PAUSE and self._transport is not None:
             self._paused = False
+            self._arriving_since = self._server.now()
             self._transport.resume_reading()
+
+    def expire(self) -> None:
+        """Refuse a request that takes too long to arrive; close where none has begun for long."""
+        limits, now = self._server.limits, self._server.now()
+        if self._arriving is None or self._paused:
+            self.close_if_idle(idle_before=now - limits.idle_seconds)
+            return
+        what, seconds = "the body", limits.body_seconds
+        if self._head_open:
+            what, seconds = "the head of the request", limits.head_seconds
+        if now - self._arriving_since > seconds:
+            self._refuse(self._arriving, too_late(what, seconds))
 
     def close_if_idle(self, *, idle_before: float) -> None:
         """Close a connection on which nothing has been asked for since `idle_before`."""
@@ -227,7 +279,7 @@ class ClientConnection(asyncio.Protocol):
             self._paused = True
             self._transport.pause_reading()
             if len(self._waiting) >= PIPELINED_MAX and exchange.refusal is None:
-                self._refuse(Exchange(self), _overloaded("too many pipelined requests"))
+                self._refuse(Exchange(self), overloaded("too many pipelined requests"))
 
     def _serve_next(self) -> None:
         if self.lost or not self._waiting:
@@ -243,9 +295,15 @@ class ClientConnection(asyncio.Protocol):
         if not self._waiting and exchange.modern:
             self.write(CONTINUE)
 
-    def _check_head_size(self, exchange: Exchange) -> None:
-        if self._head_bytes > HEAD_BYTES_MAX:
-            self._refuse(exchange, _too_long(f"the headers are longer than {HEAD_BYTES_MAX} bytes"))
+    def _check_head_size(self, exchange: Exchange, nbytes: int) -> None:
+        if nbytes > HEAD_BYTES_MAX:
+            message = f"the headers are longer than {HEAD_BYTES_MAX} bytes"
+            self._refuse(exchange, too_many_headers(message))
+
+    def _check_framing(self, exchange: Exchange) -> None:
+        bytes_max = FRAMING_BYTES_MAX + FRAMING_PER_BODY_BYTE * exchange.body_bytes
+        if self._fed_bytes > bytes_max:
+            self._refuse(exchange, bad("the chunks of the body have more framing than content"))
 
     def _press(self, *, pressed: bool) -> None:
         self.pressed = pressed
@@ -267,46 +325,8 @@ class ClientConnection(asyncio.Protocol):
         transport.close()
 
 
-def _path(url: str) -> str:
-    """The path of a request target, which proxies may send in its absolute form."""
-    if "://" in url[:8]:
-        url = "/" + url.split("://", 1)[1].partition("/")[2]
-    return url.partition("?")[0]
-
-
-def _refusal_of_head(exchange: Exchange, *, body_bytes_max: int) -> Failure | None:
-    headers = exchange.headers
-    encoding = headers.get(b"transfer-encoding")
-    length = headers.get(b"content-length", b"0")
-    if encoding is not None and b"content-length" in headers:
-        return _bad("the request has content-length and transfer-encoding; send one of them")
-    if encoding is not None and encoding.lower() != b"chunked":
-        return _bad(f"transfer-encoding is {encoding[:64].decode('latin-1')}; send chunked")
-    if exchange.modern and b"host" not in headers:
-        return _bad("header host is missing; HTTP/1.1 needs it")
-    if length.isdigit() and int(length[:20]) > body_bytes_max:
-        return _too_large(body_bytes_max)
-    return None
-
-
-def _bad(message: str) -> Failure:
-    return Failure(status=400, reason=Reason.INVALID_REQUEST, message=message, close=True)
-
-
-def _too_long(message: str) -> Failure:
-    return Failure(status=431, reason=Reason.TOO_LARGE, message=message, close=True)
-
-
-def _too_large(bytes_max: int) -> Failure:
-    message = f"the body is too large; send at most {bytes_max} bytes"
-    return Failure(status=413, reason=Reason.TOO_LARGE, message=message, close=True)
-
-
-def _overloaded(message: str) -> Failure:
-    return Failure(
-        status=429,
-        reason=Reason.OVERLOADED,
-        message=message,
-        retry_after_seconds=1,
-        close=True,
-    )
+def _bound_unsent(transport: asyncio.Transport) -> None:
+    """Let the kernel say early that a client does not read, and soon that it reads again."""
+    connection = transport.get_extra_info("socket")
+    if connection is not None and sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
