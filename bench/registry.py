@@ -27,8 +27,8 @@ from bench.http_load import Load, drive
 from bench.registrations import STORM_RANKS, Sign, body, get, put, storm
 from support.sidecars import SidecarProcess, running
 
-ROUNDS = 5
-REQUESTS = 10_000
+ROUNDS = 3
+REQUESTS = 4_000
 CONNECTIONS, STORM_CONNECTIONS = 16, 64
 START_SECONDS = 60.0
 STORM_SECONDS_MAX = 5.0
