@@ -197,6 +197,8 @@ async def test_a_client_that_leaves_ends_both_legs(tmp_path: Path, *, stream: bo
             if stream:
                 response = await request
                 await response.content.readany()
+                # Else the garbage collector would do it, in the middle of some later test.
+                response.close()
             request.cancel()
         for worker in here.workers:
             (leg,) = worker.legs
