@@ -141,9 +141,8 @@ async def test_even_malformed_they_are_dropped_and_not_asked_for(
 async def test_doubled_keys_have_one_meaning(tmp_path: Path) -> None:
     async with world(tmp_path) as here, aiohttp.ClientSession() as session:
         raw = b'{"prompt":"a","rid":"x","rid":"y","prompt":"hello","bootstrap_room":1}'
-        response = await session.post(here.url + "/v1/completions", data=raw)
-
-        assert 200 == response.status
+        async with session.post(here.url + "/v1/completions", data=raw) as response:
+            assert 200 == response.status
         assert HELLO_IDS == here.legs(Role.DECODE)[0].body["input_ids"]
         assert here.legs(Role.DECODE)[0].body["rid"].startswith("pd-")
 

@@ -318,6 +318,7 @@ async def test_a_client_that_does_not_read_holds_decode_back_and_is_dropped(
 
         await asyncio.wait_for(here.decode.legs[0].gone.wait(), DEADLINE_SECONDS)
 
+        await here.decode.wait_for(lambda: bool(here.decode.aborts))
         assert Reason.CLIENT_GONE is here.decode.aborts[0].reason
         # Socket buffers of both connections hold some; the router itself holds little.
         assert written < 32 << 20
