@@ -173,6 +173,9 @@ class Link:
             if not chunk or not self._decode(chunk, messages):
                 self._lost(now)
                 break
+            if len(chunk) < _READ_BYTES:
+                # The socket is empty; what comes next wakes the owner again.
+                break
         return messages
 
     def close(self) -> None:

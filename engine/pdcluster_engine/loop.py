@@ -147,18 +147,11 @@ class OwnerLoop:
             self._selector.close()
 
     def _turn(self) -> None:
-        self._selector.select(self._timeout(self._clock()))
+        ready = {key.fd for key, _ in self._selector.select(self._timeout(self._clock()))}
         now = self._clock()
         self._loops += 1
-        # Asking all of them costs less than keeping track of which one woke us.
         for port in self._ports:
-            if self._link_wanted:
-                port.link.open(now)
-            port.link.dial_if_due(now)
-            for message in port.link.receive(now):
-                self._handle_message(port, message, now)
-            for occurrence in port.transport.events():
-                self._handle_transport(port, occurrence, now)
+            self._serve(port, ready, now)
         for event in self._inbox.drain():
             self._handle(event, now)
         deadline = self._node.deadline()
@@ -168,6 +161,18 @@ class OwnerLoop:
         for port in self._ports:
             port.link.flush(now)
             port.watch_link(self._selector)
+
+    def _serve(self, port: RankPort, ready: set[int], now: float) -> None:
+        """What one rank's link and transport bring."""
+        if self._link_wanted:
+            port.link.open(now)
+        port.link.dial_if_due(now)
+        if port.link.fileno() in ready:
+            for message in port.link.receive(now):
+                self._handle_message(port, message, now)
+        # A transport has events that no descriptor tells of; asking costs little.
+        for occurrence in port.transport.events():
+            self._handle_transport(port, occurrence, now)
 
     def _timeout(self, now: float) -> float:
         links = (port.link.deadline() for port in self._ports)

@@ -136,7 +136,8 @@ class Node:
             while (grant := self.ledger.queue.admit()) is not None:
                 with self._failing_alone():
                     self._granted(grant)
-        self.fencing.consider(bystanders=self.side.writable_count())
+        if self.ledger.pool.quarantined_count:
+            self.fencing.consider(bystanders=self.side.writable_count())
         return self.ledger.take_effects()
 
     def deadline(self) -> float | None:

@@ -37,20 +37,25 @@ class PagePool:
     that nothing depends on neighbouring numbers.
     """
 
-    __slots__ = ("_extents", "_holdings", "_scatter", "epoch", "free_count", "size")
+    __slots__ = (
+        "_extents",
+        "_holdings",
+        "_scatter",
+        "epoch",
+        "free_count",
+        "quarantined_count",
+        "size",
+    )
 
     def __init__(self, size: int, *, scatter_seed: int | None = None) -> None:
         self.size = size
         self.free_count = size
+        self.quarantined_count = 0
+        """Pages that wait for proof."""
         self.epoch = 0
         self._holdings: dict[Key, Holding] = {}
         self._extents: list[tuple[int, int]] = [(0, size)] if size and scatter_seed is None else []
         self._scatter = None if scatter_seed is None else _shuffled(size, scatter_seed)
-
-    @property
-    def quarantined_count(self) -> int:
-        """Pages that wait for proof."""
-        return sum(len(h.pages) for h in self._holdings.values() if h.since is not None)
 
     @property
     def owned_count(self) -> int:
@@ -118,15 +123,14 @@ class PagePool:
         holding = self._holdings.get(key)
         if holding is None:
             return
-        if holding.since is None:
-            holding.since = now
+        self._lock(holding, now)
         holding.needs_fence = holding.needs_fence or needs_fence
 
     def condemn(self, key: Key, now: float) -> None:
         """Lock the key's pages for ever: a fault of ours, and nobody knows who still uses them."""
         holding = self._holdings.get(key)
         if holding is not None:
-            holding.since = now if holding.since is None else holding.since
+            self._lock(holding, now)
             holding.condemned, holding.needs_fence = True, False
 
     def is_condemned(self, key: Key) -> bool:
@@ -172,6 +176,16 @@ class PagePool:
             raise InvariantViolated(f"pages held twice: {twice[:8]}, lost: {lost[:8]}")
         if len(free) != self.free_count:
             raise InvariantViolated(f"{len(free)} pages are free, {self.free_count} are counted")
+        locked = sum(len(h.pages) for h in self._holdings.values() if h.since is not None)
+        if locked != self.quarantined_count:
+            raise InvariantViolated(
+                f"{locked} pages are quarantined, {self.quarantined_count} are counted"
+            )
+
+    def _lock(self, holding: Holding, now: float) -> None:
+        if holding.since is None:
+            holding.since = now
+            self.quarantined_count += len(holding.pages)
 
     def _free_pages(self) -> Iterable[int]:
         if self._scatter is not None:
@@ -195,8 +209,11 @@ class PagePool:
         return tuple(pages)
 
     def _free(self, key: Key) -> None:
-        pages = self._holdings.pop(key).pages
+        holding = self._holdings.pop(key)
+        pages = holding.pages
         self.free_count += len(pages)
+        if holding.since is not None:
+            self.quarantined_count -= len(pages)
         if self._scatter is not None:
             self._scatter.extend(pages)
             return

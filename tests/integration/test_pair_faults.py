@@ -61,20 +61,18 @@ class Case(msgspec.Struct, frozen=True):
         return sum(dice.random() < self.share for _ in range(writes))
 
 
-EARLY = Case(Fault.EARLY_COMPLETION, 0.003, MISMATCH, late_seconds=0.3)
 # The late bytes come when the request has failed: a failed write waits 6 s for a new session.
 ERROR = Case(Fault.ERROR_THEN_WRITE, 0.003, FAILED, late_seconds=6.5)
 CASES = (
     Case(Fault.FLIPPED_BYTE, 0.003, MISMATCH),
     Case(Fault.TRUNCATED_RUN, 0.003, MISMATCH),
-    EARLY,
+    Case(Fault.EARLY_COMPLETION, 0.003, MISMATCH, late_seconds=0.3),
     ERROR,
     Case(Fault.LATE_WRITE, 0.05, late_seconds=0.3),
     Case(Fault.DUPLICATE, 0.2),
     Case(Fault.REORDER, 0.3),
     Case(Fault.DELAY, 0.2),
 )
-BELIEVES = "decode believes the ABORT_ACK of a writer whose bytes were not where it said"
 
 
 def fatal_seeds(case: Case) -> Iterator[int]:
@@ -91,9 +89,8 @@ def runs() -> Iterator[object]:
     seeds = {case: fatal_seeds(case) if case.end else itertools.count(1) for case in CASES}
     for _ in range(ROUNDS):
         for case in CASES:
-            marks = [pytest.mark.xfail(reason=BELIEVES, strict=False)] if case is EARLY else []
             seed = next(seeds[case])
-            yield pytest.param(case, seed, id=f"{case.fault}-{seed}", marks=marks)
+            yield pytest.param(case, seed, id=f"{case.fault}-{seed}")
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -174,7 +171,6 @@ async def test_a_broken_write_is_never_decoded(
     assert (0, Counter()) == (afterwards.wrong, afterwards.failures)
 
 
-@pytest.mark.xfail(reason=BELIEVES)
 async def test_decode_maps_its_memory_anew_when_bytes_are_not_there(cluster: FaultyCluster) -> None:
     """They may still come, among a neighbour's: who said that they are there proves nothing."""
     outcome = await ask(cluster, "seed=1,late=0.5,EarlyCompletion=1", [max(PROMPTS, key=len)])

@@ -53,8 +53,12 @@ class Aborts:
         waiting: Mapping[tuple[int, int], Lane],
         incarnation: str,
         provable: bool,
+        trusted: bool = True,
     ) -> None:
-        """Ask every rank that was given addresses for proof; `provable` False: none can come."""
+        """Ask every rank that was given addresses for proof; `provable` False: none can come.
+
+        Without `trusted` an ACK says that prefill has stopped, and only a fence is proof.
+        """
         limits, timeouts = self._ledger.setup.limits, self._ledger.setup.timeouts
         self._generation += 1
         self._pending[key] = PendingAbort(
@@ -62,6 +66,7 @@ class Aborts:
             incarnation=incarnation,
             waiting=dict(waiting),
             repeat_seconds=limits.retransmit_seconds_min,
+            drained=trusted,
         )
         self._ledger.set_clock(Clock.ABORT, key, timeouts.abort_seconds)
         if provable:

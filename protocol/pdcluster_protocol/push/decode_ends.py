@@ -33,9 +33,14 @@ class DecodeEnds:
         detail: str,
         *,
         provable: bool = True,
+        trusted: bool = True,
         stop: bool = True,
     ) -> None:
-        """End a room badly, once; one that drains or stops already keeps its first cause."""
+        """End a room badly, once; one that drains or stops already keeps its first cause.
+
+        `trusted` is False when bytes were said to have landed and are not there: then they may
+        still come, and no word of the same writer proves that they will not.
+        """
         ledger = self._ledger
         if room.state in (ReceiverState.DRAINING, ReceiverState.STOPPING):
             return
@@ -61,6 +66,7 @@ class DecodeEnds:
                 },
                 incarnation=room.card.incarnation,
                 provable=provable,
+                trusted=trusted,
             )
         elif stop:
             ledger.emit(StopCompute(room.key))

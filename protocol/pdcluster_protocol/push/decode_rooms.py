@@ -242,6 +242,7 @@ class DecodeRooms:
                 Reason.CHECKSUM_MISMATCH,
                 f"region {wrong.region} page {wrong.first_page}: {wrong.nbytes} bytes are not"
                 " what prefill wrote",
+                trusted=False,
             )
 
     def metadata_read(self, event: MetadataRead) -> None:
@@ -251,7 +252,10 @@ class DecodeRooms:
             return
         if event.room != room.key.room:
             self._ends.fail(
-                room, Reason.METADATA_CORRUPT, f"the slot says room {event.room}, not ours"
+                room,
+                Reason.METADATA_CORRUPT,
+                f"the slot says room {event.room}, not ours",
+                trusted=False,
             )
             return
         ledger = self._ledger

@@ -253,7 +253,9 @@ class PrefillRooms:
             self._ends.close_if_drained(room)
         elif event.ok:
             self._progress(room)
-            self._push_on(room)
+            if not (planned.metadata and delivery.outstanding):
+                # Ten rows make the metadata of a request, and only the last of them moves it.
+                self._push_on(room)
 
     # --- transport and peers ---
 

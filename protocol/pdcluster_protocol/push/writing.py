@@ -60,6 +60,9 @@ class Writing:
             else:
                 planned = fresh
             self._write(room, delivery, planned)
+        if delivery.metadata_planned:
+            # Nothing but metadata rows is left, and the final status says at once what landed.
+            return
         if not delivery.outstanding or len(delivery.fresh) >= ANNOUNCE_BATCH:
             self.announce(room, delivery, everything=False)
 

@@ -139,6 +139,18 @@ def test_one_rank_that_did_not_drain_makes_a_fence_necessary(
     assert 1 == len(aborts)
 
 
+def test_of_a_writer_that_is_not_trusted_the_answer_makes_a_fence_necessary(
+    ledger: Ledger, aborts: Aborts
+) -> None:
+    aborts.begin(key(), waiting=WAITING, incarnation="i", provable=True, trusted=False)
+    assert [PEER, OTHER_PEER] == asked(ledger)
+    assert not ack(aborts, 1)
+    assert not ack(aborts, 2)
+
+    assert (1, 0.0) == ledger.pool.waiting_for_fence()
+    assert (1, 0.0) == ledger.slots.waiting_for_fence()
+
+
 def test_without_hope_of_an_answer_nobody_is_asked(ledger: Ledger, aborts: Aborts) -> None:
     begin(aborts, provable=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pdcluster_protocol import invariants
-from pdcluster_protocol.effects import ConcludeLeg, Effect, VerifyRun, Write
+from pdcluster_protocol.effects import ConcludeLeg, Effect, Fence, VerifyRun, Write
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.events import (
     ComputeStopped,
@@ -18,6 +18,7 @@ from pdcluster_protocol.events import (
     OperationDone,
     PeerResolved,
     RowsWritten,
+    TransportLost,
     TransportReady,
 )
 from pdcluster_protocol.ids import Key
@@ -197,6 +198,26 @@ def test_a_doubled_leg_ends_itself_and_not_the_room_that_lives() -> None:
 
 
 def test_prefill_hears_the_first_cause_of_a_room_that_still_drains() -> None:
+    node = decode_that_found_wrong_bytes()
+    answered = hear(node, Status(key(), KVPoll.SUCCESS, 0, runs=1, reply_to=PEER), "p")
+
+    assert [Concluded(key(), KVPoll.FAILED, Reason.CHECKSUM_MISMATCH)] == [
+        message for _, message in sent(answered)
+    ]
+
+
+def test_pages_with_wrong_bytes_come_back_by_a_fence_and_not_by_their_writers_word() -> None:
+    node = decode_that_found_wrong_bytes()
+    answered = hear(node, AbortAck(key(), 0, 1, drained=True), "p")
+
+    assert [Fence] == [type(effect) for effect in answered]
+    assert node.ledger.pool.awaits_fence(key())
+    tell(node, TransportLost("fenced"))
+    assert not node.ledger.pool.holds(key())
+    assert [] == node.views()
+
+
+def decode_that_found_wrong_bytes() -> Node:
     node = joined(decode_node(node_setup()))
     tell(node, LEG)
     tell(node, PeerResolved(PEER, _card()))
@@ -207,11 +228,7 @@ def test_prefill_hears_the_first_cause_of_a_room_that_still_drains() -> None:
         if isinstance(effect, VerifyRun)
     ]
     tell(node, OperationDone(verify.operation, ok=True, digest=6))
-    answered = hear(node, Status(key(), KVPoll.SUCCESS, 0, runs=1, reply_to=PEER), "p")
-
-    assert [Concluded(key(), KVPoll.FAILED, Reason.CHECKSUM_MISMATCH)] == [
-        message for _, message in sent(answered)
-    ]
+    return node
 
 
 def _card() -> InstanceCard:
