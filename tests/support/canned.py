@@ -230,6 +230,7 @@ class CannedWorker:
                 return await self.behaviour(leg, request)
             except asyncio.CancelledError:
                 leg.gone.set()
+                await self.note()
                 raise
 
         return handle
