@@ -185,6 +185,10 @@ class Ranks:
             return
         del self.waiting[coordinate]
         if not link.open:
+            if not answer.refused:
+                # The leader counts on it by now, and nobody else will miss it.
+                gone = f"{self._config.instance}: a rank ended while it joined"
+                self.listener.died(InstanceDied(answer.incarnation, gone))
             return
         if not answer.refused:
             if self.instance.incarnation not in ("", answer.incarnation):

@@ -1,4 +1,4 @@
-"""An instance of two pods: two real sidecars, a peer's, and engines that only speak the link."""
+"""An instance of two pods, seen from its own side: who joins, who ends, who is asked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -17,75 +16,25 @@ import pytest_asyncio
 import structlog
 
 from pdcluster_protocol.control_api import AbortRequest, OrdersAsked, PodCard, PodReport
-from pdcluster_protocol.ids import Key, RankAddress, Role
+from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
-    Accepted,
     CancelLeg,
     DumpAnswered,
     DumpRequested,
-    Inbound,
     InstanceCard,
-    Outbound,
-    PeerChanged,
-    PeerState,
-    Resolve,
-    Resolved,
-    TransferMetadata,
 )
-from pdcluster_protocol.topology import Parallelism, RankCoordinate
+from pdcluster_protocol.topology import RankCoordinate
 from pdcluster_sidecar.sidecar import Sidecar
-from support.sidecars import RING, FakeEngine, SidecarProcess, running, until
-
-TWO = Parallelism(tp=2, dp=2)
-KEY = Key(77, 1 << 40)
-
-
-class Instance:
-    """A replica of two pods with one rank each."""
-
-    def __init__(self, folder: Path, role: Role) -> None:
-        fields = {"instance": f"c-{role}-0", "parallel": TWO, "nodes": 2}
-        self.leader = SidecarProcess(folder / "0", role, **fields)
-        self.other = SidecarProcess(folder / "1", role, node=1, leader=self.leader.http, **fields)
-        self.engines: list[FakeEngine] = []
-
-    def engine(self, dp: int, incarnation: str = "") -> FakeEngine:
-        config = (self.leader, self.other)[dp].config
-        engine = FakeEngine(
-            config,
-            coordinate=RankCoordinate(dp=dp),
-            http_port=30000 + dp,
-            session=f"engine-{dp}",
-            incarnation=incarnation,
-        )
-        self.engines.append(engine)
-        return engine
-
-    async def join(self, incarnation: str = "") -> tuple[FakeEngine, FakeEngine]:
-        """Both ranks, the one of the other pod first."""
-        one, zero = self.engine(1, incarnation), self.engine(0, incarnation)
-        answers = await asyncio.gather(one.open(), zero.open())
-        assert ["", ""] == [answer.refused for answer in answers]
-        assert answers[0].incarnation == answers[1].incarnation != ""
-        return zero, one
-
-    async def ready(self) -> bool:
-        statuses = [(await s.call("GET", "/ready"))[0] for s in (self.leader, self.other)]
-        return [200, 200] == statuses
-
-    async def die(self) -> None:
-        for engine in self.engines:
-            await engine.die()
-
-
-class Pair(NamedTuple):
-    """Two instances of two pods that have met through rank 1 of decode, and their engines."""
-
-    prefill: Instance
-    decode: Instance
-    prefill_engines: tuple[FakeEngine, FakeEngine]
-    decode_engines: tuple[FakeEngine, FakeEngine]
+from support.pods import Instance
+from support.sidecars import (
+    DEADLINE_SECONDS,
+    RING,
+    FakeEngine,
+    SidecarProcess,
+    running,
+    until,
+)
 
 
 @pytest_asyncio.fixture
@@ -94,40 +43,6 @@ async def instance(tmp_path: Path) -> AsyncIterator[Instance]:
     async with running(made.leader, made.other):
         yield made
         await made.die()
-
-
-@pytest_asyncio.fixture
-async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
-    prefill, decode = Instance(tmp_path / "p", Role.PREFILL), Instance(tmp_path / "d", Role.DECODE)
-    async with running(prefill.leader, prefill.other, decode.leader, decode.other):
-        engines = await asyncio.gather(prefill.join(), decode.join())
-        await until(prefill.ready)
-        made = Pair(prefill, decode, *engines)
-        assert (await resolve(made, 1)).card is not None
-        yield made
-        await prefill.die()
-        await decode.die()
-
-
-async def resolve(pair: Pair, dp: int) -> Resolved:
-    pair.decode_engines[dp].send(Resolve(*msgspec.to_builtins(pair.prefill.leader.http)))
-    return await pair.decode_engines[dp].receive(Resolved)
-
-
-def metadata(sender: FakeEngine) -> TransferMetadata:
-    return TransferMetadata(KEY, sender.address, "127.0.0.1:15001", b"\5\0\0\0", 3, prompt_tokens=9)
-
-
-async def exchange(pair: Pair, dp: int) -> None:
-    """Decode's rank sends metadata to prefill's of the same number, which accepts it."""
-    prefill, decode = pair.prefill_engines[dp], pair.decode_engines[dp]
-    decode.send(Outbound(prefill.address, metadata(decode)))
-    assert metadata(decode) == (await prefill.receive(Inbound)).message
-    prefill.send(Outbound(decode.address, Accepted(KEY, dp)))
-    assert Accepted(KEY, dp) == (await decode.receive(Inbound)).message
-
-
-# --- one instance -------------------------------------------------------------------------------
 
 
 async def test_ranks_of_both_pods_are_one_instance_with_the_leaders_incarnation(
@@ -182,7 +97,7 @@ async def test_the_death_of_one_rank_ends_the_ranks_of_both_pods(
     assert engines[0].answer is not None
     old = engines[0].answer.incarnation
     await engines[dying].die()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await engines[1 - dying].closed.wait()
 
     late = instance.engine(1 - dying, incarnation=old)
@@ -224,7 +139,7 @@ async def test_a_pod_that_dies_whole_ends_the_ranks_of_the_other(
     fresh = instance.engine(index)
     opening = asyncio.create_task(fresh.open())
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         await engines[1 - index].closed.wait()
     other = instance.engine(1 - index)
     answer = await other.open()
@@ -241,7 +156,7 @@ async def test_a_pod_that_dies_whole_ends_the_ranks_of_the_other(
 @asynccontextmanager
 async def impatient(sidecar: SidecarProcess) -> AsyncIterator[None]:
     """The same sidecar in this process, with clocks that a test can wait for."""
-    limits = Limits(ping_seconds=0.1, unknown_after_seconds=0.3, dead_after_seconds=1.0)
+    limits = Limits(ping_seconds=0.1, unknown_after_seconds=0.3, dead_after_seconds=3.0)
     log = structlog.get_logger()
     stop = asyncio.Event()
     run = asyncio.create_task(Sidecar(sidecar.config, RING, log=log, limits=limits).run(stop))
@@ -274,7 +189,7 @@ async def test_who_is_silent_for_too_long_ends_the_ranks_that_hear_nothing(
         assert answer is not None
         await until(instance.ready)
         await leaving.stop(signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             await engines[1 - index].closed.wait()
         status, raw = await staying.call("GET", "/ready")
         assert 503 == status
@@ -348,49 +263,3 @@ async def test_reports_are_taken_from_signed_pods_of_this_instance_only(
     asked = OrdersAsked(instance="c-prefill-0", pod=PodCard(3, http, session))
     raw_asked = msgspec.msgpack.encode(asked)
     assert 409 == (await leader.call("POST", "/pd/v1/pod/orders", raw_asked, signed=True))[0]
-
-
-# --- two instances ------------------------------------------------------------------------------
-
-
-async def test_messages_of_every_rank_pass_between_its_own_pods_and_a_death_reaches_all(
-    pair: Pair,
-) -> None:
-    for dp in (0, 1):
-        assert (await resolve(pair, dp)).card is not None
-        await exchange(pair, dp)
-        relayed = await pair.prefill.other.metric('pdcluster_messages_total{direction="in"}')
-        assert dp == relayed
-
-    answer = pair.prefill_engines[0].answer
-    assert answer is not None
-    await pair.prefill_engines[1].die()
-    for engine in pair.decode_engines:
-        async with asyncio.timeout(5):
-            changed = await engine.receive(PeerChanged)
-        assert (answer.incarnation, PeerState.DEAD) == (changed.incarnation, changed.state)
-
-
-@pytest.mark.parametrize("killed", ["leader", "other"])
-async def test_after_a_sidecar_was_restarted_its_ranks_speak_with_their_peers_again(
-    pair: Pair, killed: str
-) -> None:
-    index = ("leader", "other").index(killed)
-    old = pair.prefill_engines[index]
-    assert old.answer is not None
-    sidecar: SidecarProcess = getattr(pair.prefill, killed)
-    await sidecar.stop(signal.SIGKILL)
-    await old.closed.wait()
-    await sidecar.start()
-    again = pair.prefill.engine(index, incarnation=old.answer.incarnation)
-    assert old.answer.incarnation == (await again.open()).incarnation
-
-    decode = pair.decode_engines[index]
-
-    async def heard() -> bool:
-        # Repeated, as the nodes do, until the peers know the new session.
-        again.send(Outbound(decode.address, Accepted(KEY, index)))
-        decode.send(Outbound(again.address, metadata(decode)))
-        return decode.has(Inbound) and again.has(Inbound)
-
-    await until(heard)
