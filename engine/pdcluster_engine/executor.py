@@ -140,7 +140,7 @@ class Executor:
             case Count(what):
                 self._telemetry.dropped.labels(what).inc()
             case CountBytes(kind, nbytes):
-                self._telemetry.kv_bytes.labels(kind).inc(nbytes)
+                self._telemetry.count_bytes(kind, nbytes)
             case _:
                 assert_never(effect)
 

@@ -117,6 +117,7 @@ class OwnerLoop:
         self._stopping = False
         self._link_wanted = False
         self.snapshot = Snapshot()
+        self._telemetry.show_loads(lambda: self.snapshot.load)
 
     def open_link(self) -> None:
         """From now on dial the sidecar: this engine can serve."""
@@ -152,8 +153,9 @@ class OwnerLoop:
         self._loops += 1
         for port in self._ports:
             self._serve(port, ready, now)
-        for event in self._inbox.drain():
-            self._handle(event, now)
+        if self._inbox.fileno() in ready:
+            for event in self._inbox.drain():
+                self._handle(event, now)
         deadline = self._node.deadline()
         if deadline is not None and deadline <= now:
             self._handle(Tick(), now)
@@ -281,7 +283,6 @@ class OwnerLoop:
             joined=joined,
             transport_ready=all(port.transport_ready for port in self._ports),
         )
-        self._telemetry.show_load(load)
         if now < self._pulse_at:
             return
         self._pulse_at = now + PULSE_SECONDS

@@ -14,6 +14,8 @@ import structlog
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pdcluster_protocol.messages import Load
 
 
@@ -21,7 +23,7 @@ class Telemetry:
     """The metrics of one engine process; a registry of one's own is for tests."""
 
     __slots__ = (
-        "_load",
+        "_bytes_of",
         "dropped",
         "injected_faults",
         "kv_bytes",
@@ -79,20 +81,40 @@ class Telemetry:
             ["cause"],
             registry=registry,
         )
-        self._load: Load | None = None
+        self._bytes_of: dict[str, Counter] = {}
 
-    def show_load(self, load: Load) -> None:
-        """Put a load into the gauges; an unchanged one costs a comparison."""
-        if load == self._load:
-            return
-        self._load = load
-        owned = load.pages_total - load.pages_free - load.pages_quarantined
-        self.pages.labels("free").set(load.pages_free)
-        self.pages.labels("owned").set(owned)
-        self.pages.labels("quarantined").set(load.pages_quarantined)
-        self.queue.labels("rooms").set(load.rooms_open)
-        self.queue.labels("waiting").set(load.queued)
-        self.queue.labels("running").set(load.running)
+    def show_loads(self, load: Callable[[], Load]) -> None:
+        """Let the gauges ask for the load when somebody reads them; a turn of the loop is short."""
+        for state, pages in (
+            ("free", lambda seen: seen.pages_free),
+            ("owned", _owned),
+            ("quarantined", lambda seen: seen.pages_quarantined),
+        ):
+            self.pages.labels(state).set_function(_asking(load, pages))
+        for queue, count in (
+            ("rooms", lambda seen: seen.rooms_open),
+            ("waiting", lambda seen: seen.queued),
+            ("running", lambda seen: seen.running),
+        ):
+            self.queue.labels(queue).set_function(_asking(load, count))
+
+    def count_bytes(self, kind: str, nbytes: int) -> None:
+        """Add to one kind of bytes; a request has a dozen of these."""
+        counter = self._bytes_of.get(kind)
+        if counter is None:
+            counter = self._bytes_of[kind] = self.kv_bytes.labels(kind)
+        counter.inc(nbytes)
+
+
+def _owned(load: Load) -> int:
+    return load.pages_total - load.pages_free - load.pages_quarantined
+
+
+def _asking(load: Callable[[], Load], number: Callable[[Load], int]) -> Callable[[], float]:
+    def ask() -> float:
+        return number(load())
+
+    return ask
 
 
 def configure_logging(**context: object) -> None:

@@ -35,20 +35,25 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     metadata_buffers: tuple[tuple[int, int], ...]
     """(offset in its arena, bytes of one slot's row) per buffer, in SGLang's order."""
 
-    @property
-    def metadata_rows(self) -> tuple[int, ...]:
-        """The bytes of one slot in each metadata buffer."""
-        return tuple(row for _, row in self.metadata_buffers)
-
 
 class OwnRank:
     """One rank of this node as it can be reached now."""
 
-    __slots__ = ("address", "base_address", "index", "mapping", "place", "session")
+    __slots__ = (
+        "address",
+        "base_address",
+        "index",
+        "mapping",
+        "metadata_rows",
+        "place",
+        "session",
+    )
 
     def __init__(self, index: int, place: RankPlace) -> None:
         self.index = index
         self.place = place
+        self.metadata_rows = tuple(row for _, row in place.metadata_buffers)
+        """The bytes of one slot in each metadata buffer."""
         self.address: RankAddress | None = None
         self.session: str | None = None
         self.base_address = 0

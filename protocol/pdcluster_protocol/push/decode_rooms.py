@@ -314,6 +314,7 @@ class DecodeRooms:
 
     def peer_died(self, incarnation: str, detail: str) -> None:
         """A prefill instance is gone: what it wrote last may still land, so only a fence helps."""
+        self._resolution.forget(incarnation)
         for room in list(self.rooms.values()):
             if room.card is None or room.card.incarnation != incarnation:
                 continue

@@ -85,7 +85,7 @@ class Landing:
                 run,
                 layout=place.layout,
                 page_positions=self._positions,
-                metadata_rows=place.metadata_rows,
+                metadata_rows=self._own.metadata_rows,
                 slot=self._slot,
             )
             if fault:
@@ -132,7 +132,7 @@ class Landing:
             layout=self._own.place.layout,
             pages=self._pages,
             prompt_tokens=self._prompt_tokens,
-            metadata_rows=self._own.place.metadata_rows,
+            metadata_rows=self._own.metadata_rows,
         )
 
     def _verify(self, name: tuple[int, int], run: Run) -> None:

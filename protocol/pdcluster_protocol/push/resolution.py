@@ -27,22 +27,35 @@ from pdcluster_protocol.topology import RankCoordinate
 class Resolution:
     """Finds the prefill ranks of rooms; shares the table of rooms with `DecodeRooms`."""
 
-    __slots__ = ("_ends", "_ledger", "_rooms")
+    __slots__ = ("_cards", "_ends", "_ledger", "_rooms")
 
     def __init__(self, ledger: Ledger, rooms: dict[int, DecodeRoom], ends: DecodeEnds) -> None:
         self._ledger = ledger
         self._rooms = rooms
         self._ends = ends
+        self._cards: dict[RankAddress, tuple[float, InstanceCard]] = {}
+        """Answers and until when they may be used again."""
 
     def ask(self, room: DecodeRoom) -> None:
         """Ask, and ask again when the clock rings: the question may have been lost."""
         assert room.leg.bootstrap is not None
+        until, card = self._cards.get(room.leg.bootstrap, (0.0, None))
+        if card is not None and self._ledger.now < until:
+            self._found(room, card)
+            return
         self._ledger.emit(ResolvePeer(room.leg.bootstrap))
         seconds = self._ledger.setup.limits.retransmit_seconds_max
         self._ledger.set_clock(Clock.REPEAT, room.key, seconds)
 
+    def forget(self, incarnation: str) -> None:
+        """An instance is gone."""
+        for address, (_, card) in list(self._cards.items()):
+            if card.incarnation == incarnation:
+                del self._cards[address]
+
     def answered(self, event: PeerResolved) -> None:
         """Who the prefill instance is; every room that asked goes on or ends."""
+        self._remember(event)
         for room in list(self._rooms.values()):
             if room.state is not ReceiverState.RESOLVING or room.leg.bootstrap != event.bootstrap:
                 continue
@@ -51,6 +64,16 @@ class Resolution:
                 self._ends.fail(room, reason, event.detail)
             else:
                 self._found(room, event.card)
+
+    def _remember(self, event: PeerResolved) -> None:
+        limits = self._ledger.setup.limits
+        self._cards.pop(event.bootstrap, None)
+        if event.card is None:
+            return
+        if len(self._cards) >= limits.peers_max:
+            del self._cards[next(iter(self._cards))]
+        # As long as a ping is away the sidecar would not know better.
+        self._cards[event.bootstrap] = (self._ledger.now + limits.ping_seconds, event.card)
 
     def _found(self, room: DecodeRoom, card: InstanceCard) -> None:
         ledger = self._ledger

@@ -72,10 +72,10 @@ class Writing:
         if not wanted or not self._can_write(delivery):
             return
         delivery.metadata_planned = True
-        place = self._ledger.ranks[delivery.lane.rank].place
-        for buffer, row_bytes in enumerate(place.metadata_rows):
+        own = self._ledger.ranks[delivery.lane.rank]
+        for buffer, row_bytes in enumerate(own.metadata_rows):
             planned = PlannedRun(
-                source_region=len(place.layout.regions) + buffer,
+                source_region=len(own.place.layout.regions) + buffer,
                 source_page=room.slot,
                 region=len(delivery.destination.layout.regions) + buffer,
                 first_page=delivery.slot,
