@@ -38,7 +38,7 @@ class Clock(StrEnum):
     TOTAL = "total"
     REPEAT = "repeat"
     ABORT = "abort"
-    RETARGET = "retarget"
+    REWRITE = "rewrite"
     FAREWELL = "farewell"
     EARLY = "early"
 

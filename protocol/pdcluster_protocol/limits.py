@@ -59,10 +59,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link_queue_max: int = 65536
     retransmit_seconds_min: float = 0.2
     retransmit_seconds_max: float = 2.0
-    retarget_seconds: float = 6.0
-    """How long a failed write waits for the peer's new session before its room fails: the time to
-    map the memory anew, with a sidecar that restarts meanwhile and two repeats that are lost."""
-    resubmits_max: int = 3
+    rewrite_seconds: float = 1.0
+    """After a write that failed: wait so long for the peer's new session, then write again."""
+    rewrites_max: int = 6
+    """So often to one session; together as long as it takes to map the memory anew, with a sidecar
+    that restarts meanwhile and two repeats that are lost."""
     clock_skew_seconds: float = 60.0
     """How far router clocks may differ before an attempt is refused as stale."""
     ping_seconds: float = 1.0

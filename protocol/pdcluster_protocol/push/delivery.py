@@ -1,8 +1,9 @@
 """What one prefill rank has to write to one decode rank: to do, on its way, landed.
 
-An operation that ended without success is *lost*, not stopped: it waits for a new session (the
-peer's memory was fenced and is mapped anew, or our own transfer process was replaced) and is then
-written again. `drained` stays False for a write of which nobody can say that it has stopped.
+An operation that ended without success is *lost*, not stopped. It is written again when there is a
+new session (the peer's memory was fenced and is mapped anew, or our own transfer process was
+replaced), and after a while to the same one. `drained` stays False for a write of which nobody can
+say that it has stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class Delivery(msgspec.Struct, kw_only=True):
     """Landed but not yet announced."""
     metadata_planned: bool = False
     drained: bool = True
-    resubmits: int = 0
+    failure: str = ""
+    """What the transport said of the last write that failed."""
+    rewrites: int = 0
+    """How often what failed was written again to this session."""
 
     @property
     def landed(self) -> bool:
@@ -66,6 +70,7 @@ class Delivery(msgspec.Struct, kw_only=True):
         self.lost.extend(self.outstanding.values())
         self.outstanding.clear()
         self.drained = True
+        self.rewrites = 0
         self.recover()
 
     def recover(self) -> None:

@@ -247,8 +247,9 @@ class PrefillRooms:
             ledger.emit(CountBytes(kind, planned.nbytes * planned.pieces))
         else:
             delivery.lost.append(planned)
-            delivery.drained = False
-            ledger.set_clock(Clock.RETARGET, room.key, ledger.setup.limits.retarget_seconds)
+            delivery.drained, delivery.failure = False, event.detail
+            if not ledger.deadlines.has((Clock.REWRITE, room.key)):
+                ledger.set_clock(Clock.REWRITE, room.key, ledger.setup.limits.rewrite_seconds)
         if room.state is SenderState.DRAINING:
             self._ends.close_if_drained(room)
         elif event.ok:
@@ -304,8 +305,8 @@ class PrefillRooms:
 
     def _room_due(self, room: PrefillRoom, clock: Clock) -> None:
         match clock:
-            case Clock.RETARGET:
-                self._retarget_expired(room)
+            case Clock.REWRITE:
+                self._write_again(room)
             case Clock.ABORT:
                 self._ends.overdue(room)
             case Clock.REPEAT if room.state is SenderState.PUBLISHED:
@@ -330,28 +331,36 @@ class PrefillRooms:
                 self.writing.write_metadata(room, delivery)
         if room.state is SenderState.FLUSHING and all(d.landed for d in room.deliveries.values()):
             self._ledger.advance(SENDER, room, SenderTrigger.ALL_LANDED)
-            self._ledger.stop_clocks(room.key, (Clock.STALL, Clock.RETARGET))
+            self._ledger.stop_clocks(room.key, (Clock.STALL, Clock.REWRITE))
             self.writing.publish(room, repeated=False)
 
     def _retargeted(self, room: PrefillRoom, known: Delivery) -> None:
         """A destination's memory is mapped anew: what was sent to the old one is sent again."""
         self.writing.forget(room.key, known.lane)
         if room.state in ACTIVE:
-            self._ledger.stop_clocks(room.key, (Clock.RETARGET,))
+            self._ledger.stop_clocks(room.key, (Clock.REWRITE,))
             self._push_on(room)
         else:
             self._ends.close_if_drained(room)
 
-    def _retarget_expired(self, room: PrefillRoom) -> None:
-        """No new session came in time; without one of our own we are still replacing ours."""
+    def _write_again(self, room: PrefillRoom) -> None:
+        """Send what was lost to the same session: the same bytes to the same place harm nobody.
+
+        That an earlier try of them may still land is not forgotten (`drained`). Without a session
+        of our own we are still replacing our transport, and the stall clock bounds that.
+        """
         lost = [delivery for delivery in room.deliveries.values() if delivery.lost]
-        limits = self._ledger.setup.limits
         for delivery in lost:
-            delivery.resubmits += 1
-        if not lost:
-            return
-        ours = any(self._ledger.ranks[delivery.lane.rank].session is None for delivery in lost)
-        if ours and lost[0].resubmits <= limits.resubmits_max:
-            self._ledger.set_clock(Clock.RETARGET, room.key, limits.retarget_seconds)
-            return
-        self._ends.fail(room, Reason.TRANSFER_FAILED, "a write failed and no new session came")
+            if self._ledger.ranks[delivery.lane.rank].session is None:
+                continue
+            delivery.rewrites += 1
+            if delivery.rewrites > self._ledger.setup.limits.rewrites_max:
+                detail = f"a write failed {delivery.rewrites} times: {delivery.failure}"
+                self._ends.fail(room, Reason.TRANSFER_FAILED, detail)
+                return
+            delivery.recover()
+        if lost:
+            self._ledger.set_clock(
+                Clock.REWRITE, room.key, self._ledger.setup.limits.rewrite_seconds
+            )
+            self._push_on(room)
