@@ -55,9 +55,12 @@ async def kill_once(
         AssertionError: the cluster does not serve again, or is not idle again.
     """
     questions = bank.draw(dice)
+    moment = await _choose(cluster, questions, dice)
     clients = [asyncio.create_task(bank.ask(question)) for question in questions]
     try:
-        await _kill(cluster, bank, victim, clients, questions, dice=dice, tally=tally)
+        await _reach(cluster, moment, clients)
+        await _kill(cluster, bank, victim, clients, questions, tally=tally)
+        tally.moments[moment.name] += 1
     finally:
         # After a violation nobody may go on asking.
         await _cancel(clients)
@@ -74,10 +77,10 @@ async def _kill(
     clients: list[asyncio.Task[Seen]],
     questions: list[Question],
     *,
-    dice: random.Random,
     tally: Tally,
 ) -> None:
-    moment = await _busy(cluster, clients, questions, dice)
+    """Kill the victim under its clients, and wait for everything that follows."""
+    ended = {client for client in clients if client.done()}
     living = {process.name: process.pid for process in processes(cluster)}
     pid = living[victim.name]
     died_at = time.monotonic()
@@ -86,13 +89,12 @@ async def _kill(
     back = asyncio.create_task(_back(cluster, set(living), pid))
 
     for client, seen in zip(clients, await asyncio.gather(*clients), strict=True):
-        if client in moment.ended:
+        if client in ended:
             tally.served([seen])
         else:
             tally.ran(seen, died_at)
     for seen in await asyncio.gather(*arriving):
         tally.arrived(seen, died_at)
-    tally.moments[moment.name] += 1
     tally.longest_outage_seconds = max(tally.longest_outage_seconds, await back - died_at)
     tally.served(await asyncio.gather(*map(bank.ask, questions[-LATER:])))
 
@@ -104,20 +106,16 @@ async def _cancel(tasks: list[asyncio.Task[Seen]]) -> None:
 
 
 class _Moment(NamedTuple):
-    """All clients run, and it is time."""
+    """When the victim dies."""
 
     name: str
-    ended: set[asyncio.Task[Seen]]
-    """Those that were too quick to be part of it."""
+    metric: str
+    wanted: int
+    """What the metric of all engines must have come to."""
 
 
-async def _busy(
-    cluster: PairCluster,
-    clients: list[asyncio.Task[Seen]],
-    questions: list[Question],
-    dice: random.Random,
-) -> _Moment:
-    """Wait for the moment that the dice have chosen."""
+async def _choose(cluster: PairCluster, questions: list[Question], dice: random.Random) -> _Moment:
+    """A moment for these questions, before the first of them is asked."""
     name, metric, most = dice.choice(
         (
             ("before any token", GENERATED, 0),
@@ -125,18 +123,21 @@ async def _busy(
             ("among answers", GENERATED, sum(question.tokens for question in questions) // 10),
         )
     )
-    wanted = dice.randrange(most) if most else 0
-    before = await cluster.count("engine", metric)
+    so_far = await cluster.count("engine", metric)
+    return _Moment(name, metric, so_far + (dice.randrange(most) if most else 0))
+
+
+async def _reach(cluster: PairCluster, moment: _Moment, clients: list[asyncio.Task[Seen]]) -> None:
+    """Wait until all clients run and the moment has come."""
 
     async def reached() -> bool:
-        running, done = await asyncio.gather(
-            cluster.count("router", "pdcluster_in_flight"), cluster.count("engine", metric)
+        running, count = await asyncio.gather(
+            cluster.count("router", "pdcluster_in_flight"), cluster.count("engine", moment.metric)
         )
         everybody = running + sum(client.done() for client in clients) >= len(clients)
-        return everybody and done - before >= wanted
+        return everybody and count >= moment.wanted
 
-    await until(reached, f"{name}: {len(clients)} requests running, {wanted} tokens through")
-    return _Moment(name, {client for client in clients if client.done()})
+    await until(reached, f"{moment.name}: {len(clients)} requests running")
 
 
 async def _back(cluster: PairCluster, names: set[str], pid: int) -> float:
