@@ -1,4 +1,4 @@
-"""Reading the cluster's keys: a folder with one file per key id."""
+"""Reading the cluster's keys: a folder with one file per key id, as a mounted Secret has it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def load_keys(folder: str) -> KeyRing:
     """The key ring of a folder; names that begin with a dot (Kubernetes' own links) are no keys.
 
     Raises:
-        ConfigError: the folder or a file cannot be read, or a key is unusable. Never shows a key.
+        ConfigError: folder or file cannot be read, or a key is unusable. Never shows a key.
     """
     try:
         files = [path for path in Path(folder).iterdir() if not path.name.startswith(".")]

@@ -27,7 +27,7 @@ class ServerLog(logging.Handler):
 
 def server_logger() -> logging.Logger:
     """The logger that the HTTP library gets."""
-    logger = logging.getLogger("pdcluster_engine.http")
+    logger = logging.getLogger(__name__)
     if not logger.handlers:
         logger.addHandler(ServerLog(logging.WARNING))
         logger.propagate = False
