@@ -15,12 +15,12 @@ FUZZ_ARGS ?=
 help:
 	@echo "make up     install, start 1 prefill + 1 decode + router, send a first prompt, stay up (Ctrl-C ends it)"
 	@echo "make test   install, then all tests (PYTEST_ARGS='-k name' chooses)"
-	@echo "make soak   kill every process in turn and let clients leave, in the numbers of a release"
-	@echo "make interop  install routers of others into a cache of their own, and let them drive our pair"
+	@echo "make soak   kill every process in turn and let clients leave (SOAK_ARGS='--rounds 2')"
+	@echo "make interop      install routers of others into a cache of their own, and let them drive our pair"
 	@echo "make fuzz   hostile inputs for every port and codec (FUZZ_ARGS='--inputs 1000000')"
 	@echo "make lint   format, lint, types, import contracts (own small environment, no torch)"
-	@echo "make bench  print the figures against one process"
-	@echo "make bench-peers  install what benchmarks compare with into a cache of their own"
+	@echo "make bench  figures, each against a limit or a peer of the same run (BENCH_ARGS='router control')"
+	@echo "make bench-peers  install what benchmarks compare with into the same cache"
 	@echo "make clean  remove environments and caches"
 
 up: .venv/.local

@@ -1,6 +1,6 @@
 """`make bench`: each benchmark prints figures against a limit, or a peer of the same run.
 
-    bench/run.py                    all of them, some three minutes
+    bench/run.py                    all of them, some ten minutes
     bench/run.py latency transfer   these
     bench/run.py --strict           exit code 1 when a limit was missed
     bench/run.py --quick            try that it runs
