@@ -1,5 +1,7 @@
-"""Small shells that sidecar and engine both need stand twice, since siblings never meet; what is the
-same in both is the same to the letter, so that a repair of one cannot miss the other.
+"""What stands twice, in sidecar and engine, is the same to the letter.
+
+Siblings never meet, so small shells that both need are twins; a repair of one must not miss the
+other.
 """
 
 from __future__ import annotations
