@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import msgspec
+from support.plain_ranks import plain_body
 
 STORM_DP, STORM_TP = 64, 64
 STORM_RANKS = STORM_DP * STORM_TP
@@ -15,30 +15,21 @@ Sign = Callable[[str, str, bytes], str]
 
 def body(rank: int, *, dp: int, tp: int) -> bytes:
     """The body of one rank of `dp` × `tp`, with the keys that SGLang sends."""
-    row = {
-        "attn_tp_size": tp,
-        "attn_tp_rank": rank % tp,
-        "attn_cp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_dp_size": dp,
-        "attn_dp_rank": rank // tp,
-        "pp_size": 1,
-        "pp_rank": 0,
-        "system_dp_size": 1,
-        "system_dp_rank": 0,
-        "rank_ip": "127.0.0.1",
-        "rank_port": 20000 + rank,
-        "page_size": 64,
-        "kv_cache_dtype": "auto",
-        "kv_layout": None,
-        "prefill_http_port": 30000,
-        "dsv41_spec_layout": None,
-        "load_balance_method": "follow_bootstrap_room",
-        "enable_dsa_cache_layer_split": False,
-        "enable_kv_cache_sharding": False,
-        "decode_allocation_policy": "early",
-    }
-    return msgspec.json.encode(row)
+    return plain_body(
+        attn_tp_size=tp,
+        attn_tp_rank=rank % tp,
+        attn_dp_size=dp,
+        attn_dp_rank=rank // tp,
+        rank_port=20000 + rank,
+        kv_cache_dtype="auto",
+        kv_layout=None,
+        prefill_http_port=30000,
+        dsv41_spec_layout=None,
+        load_balance_method="follow_bootstrap_room",
+        enable_dsa_cache_layer_split=False,
+        enable_kv_cache_sharding=False,
+        decode_allocation_policy="early",
+    )
 
 
 def put(content: bytes, sign: Sign | None = None) -> bytes:

@@ -34,27 +34,17 @@ from pdcluster_protocol.sidecar_messages import InstanceDied
 from pdcluster_sidecar.peers import PeerTable
 from pdcluster_sidecar.router.canary import CanaryRequest
 from pdcluster_sidecar.router.tokens import TokenizerAnswer
+from support.plain_ranks import plain_row
 
-ROW = {
-    "attn_tp_size": 2,
-    "attn_tp_rank": 1,
-    "attn_cp_size": 1,
-    "attn_cp_rank": 0,
-    "attn_dp_size": 1,
-    "attn_dp_rank": 0,
-    "pp_size": 1,
-    "pp_rank": 0,
-    "system_dp_size": 1,
-    "system_dp_rank": 0,
-    "rank_ip": "127.64.0.2",
-    "rank_port": 9000,
-    "page_size": 64,
-    "kv_cache_dtype": "bfloat16",
-    "load_balance_method": "follow_bootstrap_room",
-    "prefill_http_port": 30000,
-    "kv_layout": None,
-    "decode_allocation_policy": "early",
-}
+ROW = plain_row(
+    attn_tp_size=2,
+    attn_tp_rank=1,
+    rank_ip="127.64.0.2",
+    load_balance_method="follow_bootstrap_room",
+    prefill_http_port=30000,
+    kv_layout=None,
+    decode_allocation_policy="early",
+)
 QUERY = b"prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=1&target_pp_rank=0"
 SENTINEL = b"prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 ROOMS_MAX = 8

@@ -21,6 +21,7 @@ from pdcluster_protocol.control_api import AbortRequest, LoadReport
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import Key, RankAddress, Role
 from pdcluster_protocol.messages import CancelLeg, DumpAnswered, DumpRequested, InstanceCard
+from support.plain_ranks import plain_body
 from support.sidecars import KEY, REPOSITORY, RING, ROOTS, FakeEngine, SidecarProcess, running
 
 SENTINEL = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
@@ -35,26 +36,6 @@ async def sidecar(tmp_path: Path) -> AsyncIterator[SidecarProcess]:
         yield process
 
 
-def row(**changes: Any) -> bytes:
-    fields = {
-        "attn_tp_size": 1,
-        "attn_tp_rank": 0,
-        "attn_cp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_dp_size": 1,
-        "attn_dp_rank": 0,
-        "pp_size": 1,
-        "pp_rank": 0,
-        "system_dp_size": 1,
-        "system_dp_rank": 0,
-        "rank_ip": "127.0.0.1",
-        "rank_port": 9000,
-        "page_size": 64,
-        "kv_cache_dtype": "bfloat16",
-    }
-    return msgspec.json.encode(fields | changes)
-
-
 async def test_every_code_of_the_registry(sidecar: SidecarProcess) -> None:
     steps: list[tuple[str, str, bytes, int]] = [
         ("GET", "/health", b"", 200),
@@ -63,17 +44,17 @@ async def test_every_code_of_the_registry(sidecar: SidecarProcess) -> None:
         ("GET", FIRST.replace("target_tp_rank=0", "target_tp_rank=x"), b"", 400),
         ("PUT", "/route", b"{", 400),
         ("PUT", "/route", b"\x80\x04]\x94.", 400),
-        ("PUT", "/route", row(attn_tp_size=2), 200),
-        ("PUT", "/route", row(attn_tp_size=2), 200),
+        ("PUT", "/route", plain_body(attn_tp_size=2), 200),
+        ("PUT", "/route", plain_body(attn_tp_size=2), 200),
         ("GET", SENTINEL, b"", 503),
-        ("PUT", "/route", row(attn_tp_size=2, attn_tp_rank=1, page_size=32), 400),
+        ("PUT", "/route", plain_body(attn_tp_size=2, attn_tp_rank=1, page_size=32), 400),
         (
             "PUT",
             "/route",
-            row(attn_tp_size=2, attn_tp_rank=1, decode_allocation_policy="prefill_complete"),
+            plain_body(attn_tp_size=2, attn_tp_rank=1, decode_allocation_policy="prefill_complete"),
             400,
         ),
-        ("PUT", "/route", row(attn_tp_size=2, attn_tp_rank=1), 200),
+        ("PUT", "/route", plain_body(attn_tp_size=2, attn_tp_rank=1), 200),
         ("GET", SENTINEL, b"", 200),
         ("GET", FIRST, b"", 200),
         ("GET", FIRST.replace("target_tp_rank=0", "target_tp_rank=7"), b"", 404),
@@ -108,10 +89,10 @@ async def test_registry_paths_need_a_signature_that_the_answer_names(
 
 async def test_a_recorded_registration_cannot_be_sent_again(sidecar: SidecarProcess) -> None:
     authority = str(sidecar.http)
-    header = HttpSigner(RING, "recorded").sign("PUT", "/route", row(), authority=authority)
+    header = HttpSigner(RING, "recorded").sign("PUT", "/route", plain_body(), authority=authority)
 
-    assert 200 == (await sidecar.call("PUT", "/route", row(), header=header))[0]
-    status, text = await sidecar.call("PUT", "/route", row(), header=header)
+    assert 200 == (await sidecar.call("PUT", "/route", plain_body(), header=header))[0]
+    status, text = await sidecar.call("PUT", "/route", plain_body(), header=header)
     assert 401 == status
     assert b"replay" in text
 
@@ -119,7 +100,7 @@ async def test_a_recorded_registration_cannot_be_sent_again(sidecar: SidecarProc
 async def test_interop_opens_the_registry_and_nothing_of_ours(tmp_path: Path) -> None:
     sidecar = SidecarProcess(tmp_path / "p", Role.PREFILL, interop="Allow")
     async with running(sidecar):
-        assert 200 == (await sidecar.call("PUT", "/route", row()))[0]
+        assert 200 == (await sidecar.call("PUT", "/route", plain_body()))[0]
         assert 200 == (await sidecar.call("GET", SENTINEL))[0]
         for target in ("/pd/v1/load", "/pd/v1/dump", "/pd/v1/tokenizer"):
             assert 401 == (await sidecar.call("GET", target))[0]
@@ -137,7 +118,7 @@ async def test_a_linked_engine_is_registered_and_ready(sidecar: SidecarProcess) 
         msgspec.json.decode(raw),
     )
     # Nobody else may put itself in the place of a linked rank.
-    assert 400 == (await sidecar.call("PUT", "/route", row(rank_port=1), signed=True))[0]
+    assert 400 == (await sidecar.call("PUT", "/route", plain_body(rank_port=1), signed=True))[0]
     await engine.die()
     await sidecar.wait_metric("pdcluster_registered_ranks", 0.0)
     assert 503 == (await sidecar.call("GET", SENTINEL, signed=True))[0]

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest_asyncio
 import zmq
 from aiohttp import web
@@ -23,6 +22,7 @@ from pdcluster_protocol.messages import (
     TransferMetadata,
 )
 from pdcluster_protocol.push.registry import Answer, RegistryNode
+from support.plain_ranks import plain_body
 from support.sidecars import FakeEngine, SidecarProcess, fresh_host, running
 
 KEY = Key(77, 0)
@@ -36,24 +36,8 @@ class PlainPrefill:
         self.http = RankAddress(self.host, 8998)
         self.control = RankAddress(self.host, 9000)
         self.registry = RegistryNode()
-        row = {
-            "attn_tp_size": 1,
-            "attn_tp_rank": 0,
-            "attn_cp_size": 1,
-            "attn_cp_rank": 0,
-            "attn_dp_size": 1,
-            "attn_dp_rank": 0,
-            "pp_size": 1,
-            "pp_rank": 0,
-            "system_dp_size": 1,
-            "system_dp_rank": 0,
-            "rank_ip": self.host,
-            "rank_port": 9000,
-            "page_size": 64,
-            "kv_cache_dtype": "bfloat16",
-            "prefill_http_port": 30000,
-        }
-        assert 200 == self.registry.put_route(msgspec.json.encode(row)).status
+        body = plain_body(rank_ip=self.host, prefill_http_port=30000)
+        assert 200 == self.registry.put_route(body).status
         app = web.Application()
         app.router.add_get("/route", self._route)
         self._runner = web.AppRunner(app)

@@ -15,6 +15,7 @@ import structlog
 from pdcluster_protocol.authentication import HEADER
 from pdcluster_protocol.ids import Role
 from pdcluster_sidecar.sidecar import Sidecar
+from support.plain_ranks import plain_body
 from support.sidecars import DEADLINE_SECONDS, RING, SidecarProcess, running, until
 
 DP, TP = 64, 64
@@ -26,23 +27,14 @@ ALL = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_
 
 def body(rank: int, *, dp: int = DP, tp: int = TP) -> bytes:
     """What a plain SGLang rank says."""
-    row = {
-        "attn_tp_size": tp,
-        "attn_tp_rank": rank % tp,
-        "attn_cp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_dp_size": dp,
-        "attn_dp_rank": rank // tp,
-        "pp_size": 1,
-        "pp_rank": 0,
-        "system_dp_size": 1,
-        "system_dp_rank": 0,
-        "rank_ip": "127.0.0.1",
-        "rank_port": 20000 + rank,
-        "page_size": 64,
-        "kv_cache_dtype": "auto",
-    }
-    return msgspec.json.encode(row)
+    return plain_body(
+        attn_tp_size=tp,
+        attn_tp_rank=rank % tp,
+        attn_dp_size=dp,
+        attn_dp_rank=rank // tp,
+        rank_port=20000 + rank,
+        kv_cache_dtype="auto",
+    )
 
 
 def request(method: str, target: str, content: bytes = b"", *headers: str) -> bytes:

@@ -15,7 +15,7 @@ from pdcluster_protocol.push.decode_rooms import DecodeRooms
 from pdcluster_protocol.push.prefill_rooms import PrefillRooms
 from pdcluster_protocol.push.sender import SENDER, SenderTrigger
 from simulation.cast import Request
-from simulation.test_worlds import WELL
+from simulation.weather import WELL
 from simulation.world import World
 
 BROKEN = 3

@@ -10,26 +10,11 @@ import pytest
 from pdcluster_protocol.errors import RankConflict
 from pdcluster_protocol.push.registration import parse_registration
 from pdcluster_protocol.push.registry import ROOM_SECONDS, RegistryNode
+from support.plain_ranks import plain_row
 
 
 def body(**changes: Any) -> bytes:
-    row: dict[str, Any] = {
-        "attn_tp_size": 2,
-        "attn_tp_rank": 0,
-        "attn_cp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_dp_size": 1,
-        "attn_dp_rank": 0,
-        "pp_size": 1,
-        "pp_rank": 0,
-        "system_dp_size": 1,
-        "system_dp_rank": 0,
-        "rank_ip": "127.0.0.1",
-        "rank_port": 9000,
-        "page_size": 64,
-        "kv_cache_dtype": "bfloat16",
-    }
-    row.update(changes)
+    row = plain_row(attn_tp_size=2) | changes
     return msgspec.json.encode({name: value for name, value in row.items() if value != "absent"})
 
 
