@@ -101,10 +101,6 @@ class TextCodec:
                 f"messages: the model's chat template refuses them: {error}", field="messages"
             ) from error
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a conversation that the model is to answer."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
-
     def files(self) -> dict[str, bytes]:
         """`tokenizer.json` and `tokenizer_config.json`: all that another process needs."""
         return {

@@ -83,9 +83,6 @@ class FakeEngine:
     def send(self, message: EngineToSidecar) -> None:
         self._writer.write(frame(engine_to_sidecar.encode(message)))
 
-    def send_raw(self, raw: bytes) -> None:
-        self._writer.write(raw)
-
     async def receive(
         self, kind: type[MessageT], where: Callable[[MessageT], bool] = lambda _: True
     ) -> MessageT:

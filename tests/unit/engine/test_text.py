@@ -12,7 +12,6 @@ from pdcluster_protocol.errors import ConfigError, InvalidRequest
 
 CODEC = byte_codec()
 HEART = "❤".encode()
-BYTE_IDS = {byte: CODEC.encode(chr(byte))[0] for byte in range(128)}
 
 
 def ids_of(raw: bytes) -> list[int]:
@@ -62,7 +61,8 @@ def test_a_chat_is_rendered_by_the_template_and_special_tokens_are_single_ids() 
     messages = [{"role": "user", "content": "Hi"}]
     assert "[gMASK]<sop><|user|>\nHi<|assistant|>\n" == CODEC.render_chat(messages)
     assert "[gMASK]<sop><|user|>\nHi" == CODEC.render_chat(messages, add_generation_prompt=False)
-    assert 4 + len("\nHi\n") == len(CODEC.encode_chat(messages))
+    rendered = CODEC.encode(CODEC.render_chat(messages), add_special_tokens=False)
+    assert 4 + len("\nHi\n") == len(rendered)
 
 
 def test_a_template_runs_in_a_sandbox_and_may_refuse() -> None:
