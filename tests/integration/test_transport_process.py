@@ -6,8 +6,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from pdcluster_engine.transport.port import (
 )
 from pdcluster_engine.transport.supervised import SupervisedTransport
 from pdcluster_protocol.errors import TransportError
-from support.arenas import Side, memfd, mooncake_side, open_descriptors
+from support.arenas import Side, engine_process, memfd, mooncake_side, open_descriptors
 from support.ports import transfer_ports
 
 SENDER, RECEIVER = "127.64.2.1", "127.64.2.2"
@@ -126,24 +124,7 @@ def test_an_idle_transfer_process_is_small_and_uses_no_cpu(sender: Side, receive
 
 
 def test_the_transfer_process_dies_with_its_engine() -> None:
-    program = (
-        "import select, sys\n"
-        "from support.arenas import mooncake_side\n"
-        "from pdcluster_engine.transport.port import Ready\n"
-        f"with mooncake_side({SENDER!r}) as side:\n"
-        "    side.wait(Ready)\n"
-        "    print(side.pid, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    engine = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    with engine:
-        assert engine.stdout is not None
-        child = int(engine.stdout.readline())
+    with engine_process([SENDER]) as (engine, (child,)):
         watch = os.pidfd_open(child)
         # Stopped, it cannot notice anything by itself: the kernel has to end it.
         os.kill(child, signal.SIGSTOP)

@@ -6,8 +6,6 @@ import contextlib
 import os
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 from pdcluster_engine.transport.mooncake import Settings
 from pdcluster_engine.transport.port import Completed, Died, Fenced, Ready
 from pdcluster_engine.transport.supervised import SupervisedTransport
-from support.arenas import Side, memfd, mooncake_side, open_descriptors
+from support.arenas import Side, engine_process, memfd, mooncake_side, open_descriptors
 from support.ports import RANGE, transfer_ports
 
 ENGINE, PEER = "127.64.3.1", "127.64.3.2"
@@ -113,26 +111,8 @@ def test_no_transfer_process_holds_a_descriptor_of_another_one(ranks: list[Side]
 
 
 def test_all_transfer_processes_die_with_their_engine() -> None:
-    program = (
-        "import contextlib, sys\n"
-        "from support.arenas import mooncake_side\n"
-        "from pdcluster_engine.transport.port import Ready\n"
-        "with contextlib.ExitStack() as stack:\n"
-        f"    sides = [stack.enter_context(mooncake_side({ENGINE!r})) for _ in range({RANKS})]\n"
-        "    for side in sides:\n"
-        "        side.wait(Ready)\n"
-        "    print(*(side.pid for side in sides), flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    engine = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    with engine:
-        assert engine.stdout is not None
-        watches = [os.pidfd_open(int(pid)) for pid in engine.stdout.readline().split()]
+    with engine_process([ENGINE] * RANKS) as (engine, pids):
+        watches = [os.pidfd_open(pid) for pid in pids]
         assert RANKS == len(watches)
         engine.kill()
         for watch in watches:

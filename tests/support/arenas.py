@@ -6,8 +6,10 @@ import itertools
 import os
 import random
 import select
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -152,3 +154,27 @@ def mooncake_side(
             yield Side(transport, fd, nbytes)
         finally:
             transport.close()
+
+
+@contextmanager
+def engine_process(hosts: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """A process that has a transport at each host, and the pids of their transfer processes."""
+    program = (
+        "import contextlib, sys\n"
+        "from support.arenas import mooncake_side\n"
+        "from pdcluster_engine.transport.port import Ready\n"
+        "with contextlib.ExitStack() as stack:\n"
+        f"    sides = [stack.enter_context(mooncake_side(host)) for host in {[*hosts]!r}]\n"
+        "    for side in sides:\n"
+        "        side.wait(Ready)\n"
+        "    print(*(side.pid for side in sides), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as engine:
+        assert engine.stdout is not None
+        yield engine, [int(pid) for pid in engine.stdout.readline().split()]
