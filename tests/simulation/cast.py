@@ -20,6 +20,8 @@ class Faults:
     write_fails: float = 0.0
     write_lands_late: float = 0.0
     flip: float = 0.0
+    answer_seconds: float = 0.0
+    """How much longer the model takes for each answer, reading the prompt again for each token."""
     cancel: float = 0.0
     crash: float = 0.0
     fence: float = 0.0

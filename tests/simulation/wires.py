@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable
 
 from pdcluster_protocol import effects as fx
@@ -51,11 +52,12 @@ class Wires:
         owner = side.writing.owner(write.operation)
         assert owner is not None
         key, session = owner[0], pod.ranks[write.rank].session
+        sent = _source_bytes(pod, write)
         fails = self.random.random() < self.faults.write_fails
         late = self.random.random() < self.faults.write_lands_late
         if late or not fails:
             delay = self.jitter() + (self.random.random() * 2 if late and fails else 0)
-            self.later(delay, lambda: self._land(pod, write, key, session, reported=fails))
+            self.later(delay, lambda: self._land(pod, write, key, session, sent, reported=fails))
         if fails:
             self.later(self.jitter(), lambda: self._done(pod, write, session, ok=False))
 
@@ -64,7 +66,17 @@ class Wires:
             event = ev.OperationDone(write.operation, ok, digest, "" if ok else "refused")
             self.give(pod, event)
 
-    def _land(self, pod: Pod, write: fx.Write, key: Key, session: str, *, reported: bool) -> None:
+    def _land(
+        self,
+        pod: Pod,
+        write: fx.Write,
+        key: Key,
+        session: str,
+        sent: bytes,
+        *,
+        reported: bool,
+    ) -> None:
+        """A living writer reads its pages only now; of a dead one come the bytes on the wire."""
         target, stride = self.pods["decode"], write.destination_stride
         rank = next((r for r in target.ranks if r.session == write.target), None)
         offset = write.destination_address - rank.memory.base if rank else -1
@@ -74,20 +86,19 @@ class Wires:
             if not reported:
                 self._done(pod, write, session, ok=False)
             return
-        source = pod.ranks[write.rank].memory
-        digest = source.digest(write.source_offset, write.nbytes, write.pieces, write.source_stride)
+        if pod.ranks[write.rank].session == session:
+            sent = _source_bytes(pod, write)
         flips = self.random.random() < self.faults.flip
         self.count("flipped", int(flips))
         for index in range(write.pieces):
-            begin = write.source_offset + index * write.source_stride
-            piece = bytearray(source.content[begin : begin + write.nbytes])
+            piece = bytearray(sent[index * write.nbytes : (index + 1) * write.nbytes])
             if flips and index == write.pieces - 1:
                 piece[-1] ^= 1
             at = offset + index * stride
             self._may_write(target, rank.memory.touched(at, len(piece)), key)
             rank.memory.content[at : at + len(piece)] = piece
         if not reported:
-            self._done(pod, write, session, ok=True, digest=digest)
+            self._done(pod, write, session, ok=True, digest=zlib.crc32(sent))
 
     def _may_write(self, target: Pod, touched: tuple[bool, set[int]], key: Key) -> None:
         """No byte lands in a page that its request does not hold (owned or in quarantine)."""
@@ -110,3 +121,8 @@ class Wires:
     def _read_metadata(self, pod: Pod, read: fx.ReadMetadata) -> None:
         rooms = {rank.memory.room(read.slot) for rank in pod.ranks}
         self.give(pod, ev.MetadataRead(read.key, rooms.pop() if len(rooms) == 1 else 0))
+
+
+def _source_bytes(pod: Pod, write: fx.Write) -> bytes:
+    memory = pod.ranks[write.rank].memory
+    return memory.pieces(write.source_offset, write.nbytes, write.pieces, write.source_stride)

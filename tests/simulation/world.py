@@ -363,8 +363,13 @@ class World(Wires):
             self._check_read(index, rank.memory, start, request.prompt_tokens)
         request.decoded = True
         pod.computing[start.key] = 1
-        self.later(self.jitter() * request.output_tokens, lambda: self._answered(pod, start.key))
+        seconds = self.jitter() * request.output_tokens + self.faults.answer_seconds
+        self.later(seconds, lambda: self._answered(pod, start))
 
-    def _answered(self, pod: Pod, key: Key) -> None:
-        if pod.computing.pop(key, None):
-            self.give(pod, ev.DecodeFinished(key))
+    def _answered(self, pod: Pod, start: fx.StartDecode) -> None:
+        if not pod.computing.pop(start.key, None):
+            return
+        for index, rank in enumerate(pod.ranks):
+            # Every token of the answer has read the whole prompt.
+            self._check_read(index, rank.memory, start, self.requests[start.key].prompt_tokens)
+        self.give(pod, ev.DecodeFinished(start.key))

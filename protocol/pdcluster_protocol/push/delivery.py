@@ -3,7 +3,7 @@
 An operation that ended without success is *lost*, not stopped. It is written again when there is a
 new session (the peer's memory was fenced and is mapped anew, or our own transfer process was
 replaced), and after a while to the same one. `drained` stays False for a write of which nobody can
-say that it has stopped.
+say that it has stopped, and `reading` True while it may still read our own pages.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Delivery(msgspec.Struct, kw_only=True):
     """Landed but not yet announced."""
     metadata_planned: bool = False
     drained: bool = True
+    reading: bool = False
+    """A write that failed may still read our pages and bring decode whatever they hold then."""
     failure: str = ""
     """What the transport said of the last write that failed."""
     rewrites: int = 0
@@ -61,15 +63,21 @@ class Delivery(msgspec.Struct, kw_only=True):
         """Our own transport is gone: what was outstanding may or may not have been written."""
         if self.outstanding:
             self.drained = False
+        self.reading = False
         self.lost.extend(self.outstanding.values())
         self.outstanding.clear()
+
+    def fail(self, planned: PlannedRun, detail: str) -> None:
+        """A write ended without success: it is lost, not stopped."""
+        self.lost.append(planned)
+        self.drained, self.reading, self.failure = False, True, detail
 
     def retarget(self, destination: Destination) -> None:
         """The peer's memory is mapped anew: nothing sent to the old session can land."""
         self.destination = destination
         self.lost.extend(self.outstanding.values())
         self.outstanding.clear()
-        self.drained = True
+        self.drained, self.reading = True, False
         self.rewrites = 0
         self.recover()
 

@@ -1,7 +1,9 @@
 """How prefill rooms end: what decode is told, and when our pages go back.
 
 The source pages are free when the model has let go and no write is outstanding. Whether writing has
-provably stopped is another question: the ACK says it (`drained`), and decode acts on it.
+provably stopped is another question: the ACK says it (`drained`), and decode acts on it. But where
+decode may run, a late write must go on to find the request's own bytes in our pages: those wait for
+a fence of ours.
 """
 
 from __future__ import annotations
@@ -82,6 +84,10 @@ class PrefillEnds:
         drained = all(delivery.drained for delivery in room.deliveries.values())
         del self._rooms[room.key.room]
         ledger.stop_clocks(room.key)
-        ledger.pool.release(room.key)
-        ledger.slots.release(room.key)
+        if room.read_by_strays:
+            ledger.pool.quarantine(room.key, ledger.now, needs_fence=True)
+            ledger.slots.quarantine(room.key, ledger.now, needs_fence=True)
+        else:
+            ledger.pool.release(room.key)
+            ledger.slots.release(room.key)
         ledger.bury(room.wire_key or room.key, status, reason=room.cause, drained=drained)

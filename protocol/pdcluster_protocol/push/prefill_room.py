@@ -45,3 +45,12 @@ class PrefillRoom:
         self.computing = False
         self.repeat_seconds = repeat_seconds
         self.ack_targets: dict[Lane, int | None] = {}
+
+    @property
+    def read_by_strays(self) -> bool:
+        """Whether writes that failed may still bring our pages to a decode that runs on them.
+
+        Before everything has landed decode cannot run, and its own pages wait for a fence.
+        """
+        deliveries = self.deliveries.values()
+        return any(d.reading for d in deliveries) and all(d.landed for d in deliveries)

@@ -246,9 +246,8 @@ class PrefillRooms:
             kind = "metadata" if planned.metadata else "kv"
             ledger.emit(CountBytes(kind, planned.nbytes * planned.pieces))
         else:
-            delivery.lost.append(planned)
-            delivery.drained, delivery.failure = False, event.detail
-            if not ledger.deadlines.has((Clock.REWRITE, room.key)):
+            delivery.fail(planned, event.detail)
+            if room.state in ACTIVE and not ledger.deadlines.has((Clock.REWRITE, room.key)):
                 ledger.set_clock(Clock.REWRITE, room.key, ledger.setup.limits.rewrite_seconds)
         if room.state is SenderState.DRAINING:
             self._ends.close_if_drained(room)
@@ -279,7 +278,9 @@ class PrefillRooms:
                 self._push_on(room)
 
     def fenced(self) -> None:
-        """All our own memory is mapped anew: nobody writes into prefill's."""
+        """All our own writers are gone: nobody reads the pages that wait for it."""
+        self._ledger.pool.absolve_fenced()
+        self._ledger.slots.absolve_fenced()
 
     def peer_died(self, incarnation: str, detail: str) -> None:
         """A decode instance is gone: its rooms end, nothing needs to be said to it."""
@@ -305,7 +306,7 @@ class PrefillRooms:
 
     def _room_due(self, room: PrefillRoom, clock: Clock) -> None:
         match clock:
-            case Clock.REWRITE:
+            case Clock.REWRITE if room.state in ACTIVE:
                 self._write_again(room)
             case Clock.ABORT:
                 self._ends.overdue(room)
@@ -338,7 +339,8 @@ class PrefillRooms:
         """A destination's memory is mapped anew: what was sent to the old one is sent again."""
         self.writing.forget(room.key, known.lane)
         if room.state in ACTIVE:
-            self._ledger.stop_clocks(room.key, (Clock.REWRITE,))
+            if not any(delivery.lost for delivery in room.deliveries.values()):
+                self._ledger.stop_clocks(room.key, (Clock.REWRITE,))
             self._push_on(room)
         else:
             self._ends.close_if_drained(room)
@@ -346,8 +348,9 @@ class PrefillRooms:
     def _write_again(self, room: PrefillRoom) -> None:
         """Send what was lost to the same session: the same bytes to the same place harm nobody.
 
-        That an earlier try of them may still land is not forgotten (`drained`). Without a session
-        of our own we are still replacing our transport, and the stall clock bounds that.
+        That an earlier try of them may still land is not forgotten (`drained`), nor that it reads
+        our pages (`reading`). Without a session of our own we are still replacing our transport,
+        and the stall clock bounds that.
         """
         lost = [delivery for delivery in room.deliveries.values() if delivery.lost]
         for delivery in lost:

@@ -18,10 +18,11 @@ from pdcluster_protocol.events import (
     OperationDone,
     PeerResolved,
     RowsWritten,
+    Tick,
     TransportLost,
     TransportReady,
 )
-from pdcluster_protocol.ids import Key
+from pdcluster_protocol.ids import Key, RankAddress
 from pdcluster_protocol.messages import (
     Abort,
     AbortAck,
@@ -39,8 +40,9 @@ from pdcluster_protocol.messages import (
 from pdcluster_protocol.nodes import Node, decode_node, prefill_node
 from pdcluster_protocol.push.destinations import register_kv_args
 from pdcluster_protocol.push.pairing import page_bytes
-from pdcluster_protocol.topology import RankCoordinate
-from support.ledgers import BUFFERS, HERE, LAYOUT, PEER, key, node_setup, sent
+from pdcluster_protocol.ranks import RankPlace, rank_places
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
+from support.ledgers import BUFFERS, HERE, LAYOUT, OTHER_PEER, PEER, key, node_setup, sent
 
 LEG = LegArrived(key(), "rid", 10, "digest", 4, PEER)
 METADATA = TransferMetadata(
@@ -242,4 +244,65 @@ def _card() -> InstanceCard:
         ranks=(RankCard(RankCoordinate(), PEER, 30000),),
         layout=LAYOUT,
         ready=True,
+    )
+
+
+def test_a_request_that_ends_badly_writes_nothing_again() -> None:
+    node = computing_prefill(1)
+    writes = [e for e in tell(node, RowsWritten(key(), 0, 0, 8)) if isinstance(e, Write)]
+    hear(node, Abort(key(), PEER, 1))
+    tell(node, OperationDone(writes[0].operation, ok=False, detail="refused"))
+
+    # The model has not let go yet, so the room drains; the clock of rewrites must not run.
+    later = node.handle(Tick(), 1.0 + 2 * node.ledger.setup.limits.rewrite_seconds)
+
+    assert ["Draining"] == [view.state for view in node.views()]
+    assert [] == [effect for effect in later if isinstance(effect, Write)]
+
+
+def test_a_moved_destination_does_not_stop_the_rewrites_of_another() -> None:
+    parallel = Parallelism(tp=2)
+    places = rank_places(
+        LAYOUT, parallel, dp_rank=0, page_count=16, slot_count=4, metadata_rows=(16, 8)
+    )
+    node = prefill_node(node_setup())
+    tell(node, Joined("ours", HERE))
+    tell(node, TransportReady("ours:1", 0))
+    lanes = (PEER, OTHER_PEER)
+    for rank, peer in enumerate(lanes):
+        hear(node, registration_of(places[rank], peer, mapping=1))
+    tell(node, LEG)
+    for peer in lanes:
+        hear(node, msgspec.structs.replace(metadata(1), reply_to=peer, session=str(peer)))
+    writes = [e for e in tell(node, RowsWritten(key(), 0, 0, 4)) if isinstance(e, Write)]
+    (failed,) = [write for write in writes if write.target == str(PEER)]
+    tell(node, OperationDone(failed.operation, ok=False, detail="refused"))
+    hear(node, registration_of(places[1], OTHER_PEER, mapping=2))
+    hear(node, msgspec.structs.replace(metadata(2), reply_to=OTHER_PEER, session=str(OTHER_PEER)))
+
+    later = node.handle(Tick(), 1.0 + 2 * node.ledger.setup.limits.rewrite_seconds)
+
+    again = [effect for effect in later if isinstance(effect, Write)]
+    assert [failed.destination_address] == [write.destination_address for write in again]
+
+
+def registration_of(place: RankPlace, peer: RankAddress, *, mapping: int) -> RegisterKVArgs:
+    """The registration of one of two tensor-parallel decode ranks."""
+    template = RegisterKVArgs(
+        peer,
+        str(peer),
+        (),
+        (),
+        (),
+        decode_tp_rank=place.coordinate.tp,
+        decode_tp_size=2,
+        mapping=mapping,
+    )
+    return register_kv_args(
+        place.layout,
+        base_address=(mapping << 32) + (place.coordinate.tp << 40),
+        page_count=16,
+        slot_count=4,
+        metadata_buffers=place.metadata_buffers,
+        template=template,
     )

@@ -252,3 +252,16 @@ def test_without_anything_under_way_losing_the_transport_leaves_no_doubt(bench: 
     bench.delivery.lose_all()
 
     assert bench.delivery.drained
+
+
+def test_a_failed_write_reads_our_pages_until_our_transport_or_their_memory_is_gone(
+    bench: Bench,
+) -> None:
+    bench.pump()
+    planned = bench.delivery.outstanding.pop(1)
+    for end in (bench.delivery.lose_all, lambda: bench.delivery.retarget(NEW)):
+        bench.delivery.fail(planned, "refused")
+        bench.delivery.recover()
+        assert bench.delivery.reading
+        end()
+        assert not bench.delivery.reading
