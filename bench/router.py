@@ -24,9 +24,10 @@ from bench.figures import Report
 from bench.router_engines import EVENT, FLAT_OUT, STEP_SECONDS, STEPPED
 from bench.router_load import Found, Shape, drive
 from pdcluster_protocol.config import Member, RouterConfig
-from support.canned import RING, fresh_host
+from support.canned import RING
 from support.cluster import until
 from support.foreign import PEERS, ForeignRouter
+from support.ports import fresh_host
 
 PEER = "sglang-router"
 ROUNDS = 5

@@ -18,11 +18,11 @@ from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.limits import Timeouts
 from support.legs import LegClient, prompt_of
 from support.nursery import Nursery, deadline_in
-from support.ports import transfer_ports
+from support.ports import fresh_host, transfer_ports
 
 pytestmark = pytest.mark.slow
 
-HOST, PORT = "127.64.3.3", 30000
+HOST, PORT = fresh_host(), 30000
 ENGINE = f"http://{HOST}:{PORT}"
 TOKENS = 600
 """An answer that takes longer than everything that is measured beside it."""

@@ -28,10 +28,10 @@ from support.nursery import (
     resident_bytes,
     wait_gone,
 )
-from support.ports import transfer_ports
+from support.ports import fresh_host, transfer_ports
 from support.relay import Port, Relay
 
-HOSTS = {Role.PREFILL: "127.64.3.1", Role.DECODE: "127.64.3.2"}
+HOSTS = {role: fresh_host() for role in Role}
 BOOTSTRAP = RankAddress(HOSTS[Role.PREFILL], 8998)
 
 

@@ -23,11 +23,11 @@ from support.canned import (
     DEADLINE_SECONDS,
     MODEL,
     CannedWorker,
-    fresh_host,
     never,
     pair_of_workers,
     stream_then,
 )
+from support.ports import fresh_host
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RSS_BYTES_MAX = 70 << 20

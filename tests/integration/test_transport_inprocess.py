@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.ports import fresh_host
 from support.transport_programs import RemoteSide, remote_side
 
-SENDER, RECEIVER = "127.64.2.1", "127.64.2.2"
+SENDER, RECEIVER, THIRD = (fresh_host() for _ in range(3))
 KIB, MIB = 1 << 10, 1 << 20
 
 
@@ -106,13 +107,13 @@ def test_a_killed_peer_fails_the_writes_to_it_and_another_peer_is_served(
     sender: RemoteSide, receiver: RemoteSide, device: str
 ) -> None:
     sender.wait("Ready")
-    flood(sender, receiver.wait("Ready"), count=64)
+    flood(sender, receiver.wait("Ready"), count=400)
     sender.wait("Completed")
     os.kill(receiver.pid, signal.SIGKILL)
-    completed = sender.wait_completed(63)
+    completed = sender.wait_completed(399)
     assert not completed[-1]["ok"]
     assert "-1" in completed[-1]["detail"]
-    with remote_side("127.64.2.3", device=device) as third:
+    with remote_side(THIRD, device=device) as third:
         flood(sender, third.wait("Ready"), count=1)
         assert sender.wait("Completed")["ok"]
 
@@ -123,7 +124,7 @@ def test_nothing_lands_after_a_fence_that_was_asked_while_writes_were_under_way(
     sender.tell("fill", seed=4)
     sender.wait("Ready")
     first = receiver.wait("Ready")
-    flood(sender, first, count=60)
+    flood(sender, first, count=400)
     sender.wait("Completed")
     receiver.tell("fence")
     assert 1 == receiver.wait("Fenced")["generation"]
@@ -135,7 +136,7 @@ def test_nothing_lands_after_a_fence_that_was_asked_while_writes_were_under_way(
     # The arena has not moved, so a session name that came again would be no protection.
     assert (2, first["base_address"]) == (second["generation"], second["base_address"])
     assert first["session_name"] != second["session_name"]
-    completed = sender.wait_completed(59)
+    completed = sender.wait_completed(399)
     assert not completed[-1]["ok"]
     assert expected == receiver.ask_digest()
     flood(sender, second, count=1)
@@ -148,7 +149,7 @@ def test_what_a_stopped_sender_left_in_the_kernel_does_not_land_after_a_fence(
 ) -> None:
     sender.tell("fill", seed=6)
     sender.wait("Ready")
-    flood(sender, receiver.wait("Ready"), count=60)
+    flood(sender, receiver.wait("Ready"), count=400)
     sender.wait("Completed")
     os.kill(sender.pid, signal.SIGSTOP)
     receiver.tell("fence")
@@ -157,7 +158,7 @@ def test_what_a_stopped_sender_left_in_the_kernel_does_not_land_after_a_fence(
     receiver.wait("Filled")
     expected = receiver.ask_digest()
     os.kill(sender.pid, signal.SIGCONT)
-    assert not sender.wait_completed(59)[-1]["ok"]
+    assert not sender.wait_completed(399)[-1]["ok"]
     assert expected == receiver.ask_digest()
 
 
@@ -166,7 +167,7 @@ def test_a_fence_at_the_source_loses_what_was_under_way_and_serves_again(
 ) -> None:
     sender.wait("Ready")
     peer = receiver.wait("Ready")
-    flood(sender, peer, count=64)
+    flood(sender, peer, count=400)
     sender.wait("Completed")
     sender.tell("fence")
     assert 1 == sender.wait("Fenced")["generation"]

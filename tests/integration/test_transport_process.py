@@ -23,9 +23,9 @@ from pdcluster_engine.transport.port import (
 from pdcluster_engine.transport.supervised import SupervisedTransport
 from pdcluster_protocol.errors import TransportError
 from support.arenas import Side, engine_process, memfd, mooncake_side, open_descriptors
-from support.ports import transfer_ports
+from support.ports import fresh_host, transfer_ports
 
-SENDER, RECEIVER = "127.64.2.1", "127.64.2.2"
+SENDER, RECEIVER = fresh_host(), fresh_host()
 MIB = 1 << 20
 
 

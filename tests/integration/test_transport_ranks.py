@@ -16,9 +16,9 @@ from pdcluster_engine.transport.mooncake import Settings
 from pdcluster_engine.transport.port import Completed, Died, Fenced, Ready
 from pdcluster_engine.transport.supervised import SupervisedTransport
 from support.arenas import Side, engine_process, memfd, mooncake_side, open_descriptors
-from support.ports import RANGE, transfer_ports
+from support.ports import RANGE, fresh_host, transfer_ports
 
-ENGINE, PEER = "127.64.3.1", "127.64.3.2"
+ENGINE, PEER = fresh_host(), fresh_host()
 RANKS = 4
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -37,19 +36,13 @@ from pdcluster_protocol.messages import InstanceCard, Load, RankCard
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 from pdcluster_sidecar.router.app import Router
 from pdcluster_sidecar.router.listening import ServeLimits
+from support.ports import fresh_host
 
 RING = KeyRing({"k1": b"0123456789abcdef0123456789abcdef"})
 DEADLINE_SECONDS = 20.0
 CLUSTER = "c"
 MODEL = "tiny"
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
-_hosts = itertools.count(1)
-
-
-def fresh_host() -> str:
-    """A loopback address that no other test of this run uses."""
-    number = next(_hosts)
-    return f"127.64.{100 + os.getpid() % 100}.{number % 254 + 1}"
 
 
 def byte_tokenizer() -> Tokenizer:

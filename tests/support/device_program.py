@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from pdcluster_engine import assembly
+from pdcluster_engine.memory import ranks
 from pdcluster_engine.memory.device import DeviceArena
 from pdcluster_engine.memory.finality import Mark
 from pdcluster_engine.telemetry import configure_logging
@@ -53,7 +54,7 @@ def use_tensors() -> None:
         return LateMark()
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(assembly, "reserve", reserve)
+    patch.setattr(ranks, "reserve", reserve)
     patch.setattr(assembly, "record_on", lambda _device: record)
 
 

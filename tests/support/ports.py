@@ -1,4 +1,4 @@
-"""Port ranges for transfer processes, fresh for every engine that a test starts.
+"""Addresses and port ranges that nothing else of this machine uses, fresh for every test.
 
 A port that a killed process listened on is unusable for a minute once it had connections, so a
 range that came again at once would run dry after some restarts.
@@ -16,9 +16,16 @@ FIRST = 17200
 LAST = 32000
 
 _starts = itertools.count(os.getpid() * 4)
+_hosts = itertools.count(1)
 
 
 def transfer_ports() -> dict[str, Any]:
     """Fields of an `EngineConfig`: 32 ports that no recent engine of this run has used."""
     start = FIRST + next(_starts) * RANGE % (LAST - FIRST)
     return {"transport_port_min": start, "transport_port_max": start + RANGE - 1}
+
+
+def fresh_host() -> str:
+    """A loopback address that no other test of this run uses."""
+    number = next(_hosts)
+    return f"127.64.{100 + os.getpid() % 100}.{number % 254 + 1}"

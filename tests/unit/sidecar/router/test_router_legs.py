@@ -12,7 +12,8 @@ from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_sidecar.router.legs import IDLE_SECONDS, LegPool
-from support.canned import DEADLINE_SECONDS, RING, fresh_host
+from support.canned import DEADLINE_SECONDS, RING
+from support.ports import fresh_host
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 PATH = "/v1/completions"
