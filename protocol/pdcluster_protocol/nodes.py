@@ -1,9 +1,8 @@
 """The participants of a dialect: one node per data-parallel rank, `handle(event, now) → effects`.
 
 `prefill_node` and `decode_node` make the two nodes of the push dialect. A node has one or more
-ranks (`ranks`) and routes each event
-to the machine it concerns, then lets waiting requests have what was freed, then considers a fence.
-It never blocks and a peer's fault never raises.
+ranks (`ranks`) and routes each event to the machine it concerns, then lets waiting requests have
+what was freed, then considers a fence. It never blocks and a peer's fault never raises.
 """
 
 from __future__ import annotations

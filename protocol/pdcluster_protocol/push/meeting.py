@@ -96,8 +96,10 @@ class Meeting:
 
     def _add_delivery(self, room: PrefillRoom, delivery: Delivery) -> None:
         room.mapping = room.mapping or delivery.route.mapping
-        if room.mapping != delivery.route.mapping:
-            detail = "decode ranks of two replicas of unequal sizes claim this room"
+        claim = (delivery.lane.rank, delivery.route.destination)
+        claimed = {(d.lane.rank, d.route.destination) for d in room.deliveries.values()}
+        if room.mapping != delivery.route.mapping or claim in claimed:
+            detail = "decode ranks of two replicas claim this room"
             self._ends.fail(room, Reason.RANK_CONFLICT, detail)
             return
         room.deliveries[delivery.lane] = delivery

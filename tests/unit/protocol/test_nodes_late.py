@@ -265,9 +265,7 @@ def test_a_moved_destination_does_not_stop_the_rewrites_of_another() -> None:
     places = rank_places(
         LAYOUT, parallel, dp_rank=0, page_count=16, slot_count=4, metadata_rows=(16, 8)
     )
-    node = prefill_node(node_setup())
-    tell(node, Joined("ours", HERE))
-    tell(node, TransportReady("ours:1", 0))
+    node = joined(prefill_node(node_setup()))
     lanes = (PEER, OTHER_PEER)
     for rank, peer in enumerate(lanes):
         hear(node, registration_of(places[rank], peer, mapping=1))
@@ -306,3 +304,26 @@ def registration_of(place: RankPlace, peer: RankAddress, *, mapping: int) -> Reg
         metadata_buffers=place.metadata_buffers,
         template=template,
     )
+
+
+def test_two_replicas_that_claim_one_room_are_told_so_and_get_nothing() -> None:
+    places = rank_places(
+        LAYOUT, Parallelism(tp=2), dp_rank=0, page_count=16, slot_count=4, metadata_rows=(16, 8)
+    )
+    node = joined(prefill_node(node_setup()))
+    tell(node, LEG)
+    effects: list[Effect] = []
+    for peer in (PEER, OTHER_PEER):
+        hear(node, registration_of(places[0], peer, mapping=1))
+        numbers = msgspec.structs.replace(metadata(1), reply_to=peer, session=str(peer))
+        effects += hear(node, numbers)
+
+    ends = [effect for effect in effects if isinstance(effect, ConcludeLeg)]
+    assert [Reason.RANK_CONFLICT] == [end.reason for end in ends]
+    assert [] == node.views()
+    late = msgspec.structs.replace(metadata(1), reply_to=OTHER_PEER, session=str(OTHER_PEER))
+    assert [(OTHER_PEER, Reason.RANK_CONFLICT)] == [
+        (to, message.reason)
+        for to, message in sent(hear(node, late))
+        if isinstance(message, Status)
+    ]
