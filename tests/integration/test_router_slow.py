@@ -29,7 +29,9 @@ EVENT = b'data: {"choices": [{"text": "%b"}]}\n\n' % (b"x" * 60_000)
 STALL_SECONDS = 2
 CROWD = 8
 GROWTH_BYTES_MAX = 32 << 20
-HELD_BYTES_MAX = 8 << 20
+STILL_LOOKS = 3
+"""A busy machine may pause a process for the time between two looks."""
+HELD_BYTES_MAX = 10 << 20
 """What kernel buffers on both sides and the router hold of one stream that nobody reads."""
 
 
@@ -162,9 +164,10 @@ class Flood:
     def wait_held(self) -> None:
         """Wait until nothing more is taken."""
         turned = threading.Event()
-        before = -1
+        before, still = -1, 0
         for _ in range(100):
-            if 0 < self.written == before:
+            still = still + 1 if 0 < self.written == before else 0
+            if still == STILL_LOOKS:
                 return
             before = self.written
             turned.wait(0.2)
