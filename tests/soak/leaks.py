@@ -23,7 +23,9 @@ WARM_ROUNDS = 3
 """Not compared: what is made once is made in them."""
 LOOKS_MIN = 6
 """With fewer rounds after those nothing can be said of growth."""
-DESCRIPTORS_MORE_MAX = 2
+DESCRIPTORS_MORE_MAX = 4
+"""A router keeps as many connections to engines as were ever needed at once, and the dice may ask
+for some more late. Of a leak of one a round twelve compared rounds show more than this."""
 THREADS_MORE_MAX = 2
 BYTES_MORE_MAX = 16 << 20
 """Over some twelve of twenty rounds with 40 requests each: 35 kB a request."""
