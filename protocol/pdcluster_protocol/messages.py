@@ -298,7 +298,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="PD_HELLO"):
     tokenizer_files: dict[str, bytes]
     """`tokenizer.json` and `tokenizer_config.json`, for routers."""
     rooms: tuple[Key, ...] = ()
-    """The snapshot of open rooms: a restarted sidecar rebuilds its mirror from it."""
+    """The open rooms, so that the log of a restarted sidecar says what it came back to."""
     pid: int = 0
     spread: RowSpread = RowSpread.FIRST_CP_RANK
 

@@ -21,8 +21,8 @@ from pdcluster_protocol.limits import Limits, Timeouts
 from pdcluster_protocol.messages import InstanceCard, NodeMessage, Outbound, RankCard, Resolve
 from pdcluster_protocol.nodes import Node, decode_node, prefill_node
 from pdcluster_protocol.push.frames import seal
-from pdcluster_protocol.ranks import rank_places
 from pdcluster_protocol.topology import Parallelism
+from support.rank_places import rank_places
 
 LAYOUT = KVLayout(
     4,

@@ -17,8 +17,9 @@ from pdcluster_protocol.ledger import NodeSetup
 from pdcluster_protocol.limits import Limits, Timeouts
 from pdcluster_protocol.rank_layout import rank_slice
 from pdcluster_protocol.rank_mapping import RowSpread
-from pdcluster_protocol.ranks import RankPlace, rank_places
+from pdcluster_protocol.ranks import RankPlace
 from pdcluster_protocol.topology import Parallelism
+from support.rank_places import rank_places
 
 LAYOUT = KVLayout(
     page_size=4,

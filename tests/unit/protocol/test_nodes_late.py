@@ -40,9 +40,10 @@ from pdcluster_protocol.messages import (
 from pdcluster_protocol.nodes import Node, decode_node, prefill_node
 from pdcluster_protocol.push.destinations import register_kv_args
 from pdcluster_protocol.push.pairing import page_bytes
-from pdcluster_protocol.ranks import RankPlace, rank_places
+from pdcluster_protocol.ranks import RankPlace
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 from support.ledgers import BUFFERS, HERE, LAYOUT, OTHER_PEER, PEER, key, node_setup, sent
+from support.rank_places import rank_places
 
 LEG = LegArrived(key(), "rid", 10, "digest", 4, PEER)
 METADATA = TransferMetadata(

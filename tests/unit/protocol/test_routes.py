@@ -13,9 +13,9 @@ from pdcluster_protocol.ledger import NodeSetup
 from pdcluster_protocol.messages import RegisterKVArgs
 from pdcluster_protocol.push.routes import MAPPINGS_MAX, Routes
 from pdcluster_protocol.rank_mapping import Purpose
-from pdcluster_protocol.ranks import rank_places
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 from support.ledgers import LAYOUT, PEER, node_setup
+from support.rank_places import rank_places
 
 HEADS = KVLayout(
     4,
