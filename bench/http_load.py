@@ -77,8 +77,7 @@ async def drive(address: tuple[str, int], requests: Iterable[bytes], *, connecti
             lambda done=done: _Connection(source, load, done), *address
         )
         opened.append(connection)
-    # A signed request that waits for its connection would be overtaken by more than a window's
-    # worth of those on open ones, and be refused as a replay.
+    # What it takes to connect is no part of the load.
     started = time.perf_counter()
     for connection in opened:
         connection.start()

@@ -32,6 +32,7 @@ from typing import Final
 import msgspec
 
 from pdcluster_protocol.errors import ConfigError, Unauthorized
+from pdcluster_protocol.replays import ReplayWindows
 
 HEADER: Final = "x-pd-auth"
 KEY_BYTES_MIN: Final = 16
@@ -39,6 +40,13 @@ MAC_BYTES: Final = 32
 COUNTER_MAX: Final = (1 << 63) - 1
 HEADER_LENGTH_MAX: Final = 1024
 FRAMED_MAX: Final = 1024
+HTTP_WINDOW: Final = 1 << 16
+"""Counters of HTTP, 8 KiB a session.
+
+A request that waits for its new connection, or to be accepted on it, is overtaken by all that its
+sender signs meanwhile, for any server: at 10,000 a second this is some six seconds, more than the
+repeat of a lost SYN costs.
+"""
 _VERSION: Final = "2"
 _ANSWER: Final = "answer"
 """What an answer has in place of an authority: it goes back where its request came from."""
@@ -82,64 +90,6 @@ class KeyRing:
             return self._keys[key_id]
         except KeyError:
             raise Unauthorized(f"key id {key_id[:64]!r} is unknown here") from None
-
-
-class ReplayWindow:
-    """The counters seen of one session: the newest, and a bitmap of those behind it."""
-
-    __slots__ = ("_newest", "_seen", "_size")
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._newest = 0
-        self._seen = 0
-
-    def accept(self, counter: int) -> None:
-        """Remember `counter` (from 1).
-
-        Raises:
-            Unauthorized: it was seen before, or lies too far behind the newest to be told.
-        """
-        age = self._newest - counter
-        if age < 0:
-            shift = min(-age, self._size)
-            self._seen = ((self._seen << shift) | 1) & ((1 << self._size) - 1)
-            self._newest = counter
-            return
-        if age >= self._size:
-            raise Unauthorized(f"counter {counter} is {age} behind the newest: too old")
-        if self._seen >> age & 1:
-            raise Unauthorized(f"counter {counter} was used before: a replay")
-        self._seen |= 1 << age
-
-
-class ReplayWindows:
-    """One `ReplayWindow` per session; the session that was silent longest goes first."""
-
-    __slots__ = ("_sessions_max", "_size", "_windows")
-
-    def __init__(self, *, size: int, sessions_max: int) -> None:
-        self._size = size
-        self._sessions_max = sessions_max
-        self._windows: OrderedDict[str, ReplayWindow] = OrderedDict()
-
-    def accept(self, session: str, counter: int) -> None:
-        """Remember a counter of an authenticated session.
-
-        Raises:
-            Unauthorized: a replay, or too old.
-        """
-        window = self._windows.get(session)
-        if window is None:
-            window = self._windows[session] = ReplayWindow(self._size)
-            if len(self._windows) > self._sessions_max:
-                self._windows.popitem(last=False)
-        else:
-            self._windows.move_to_end(session)
-        window.accept(counter)
-
-    def __len__(self) -> int:
-        return len(self._windows)
 
 
 class HttpSigner:
@@ -186,7 +136,9 @@ class HttpVerifier:
 
     __slots__ = ("_ring", "_windows")
 
-    def __init__(self, ring: KeyRing, *, window: int = 1024, sessions_max: int = 4096) -> None:
+    def __init__(
+        self, ring: KeyRing, *, window: int = HTTP_WINDOW, sessions_max: int = 4096
+    ) -> None:
         self._ring = ring
         self._windows = ReplayWindows(size=window, sessions_max=sessions_max)
 
