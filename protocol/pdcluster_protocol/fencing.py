@@ -2,7 +2,8 @@
 
 A fence is lazy, since it delays every transfer under way. It happens when nobody is delayed; when
 quarantine passes its bound; when the first request in line waits for those pages; or when they have
-waited ten abort budgets.
+waited ten abort budgets. It also drops the connections to sessions of peers that are gone
+(`contacts`), once they are some and nobody is delayed, or many.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Fencing:
             return
         pages, oldest = ledger.pool.waiting_for_fence()
         cause = self._cause(pages, oldest, bystanders) if oldest is not None else ""
+        cause = cause or self._worn(bystanders)
         if cause:
             ledger.fence(cause, pages)
 
@@ -45,4 +47,11 @@ class Fencing:
             return "a request waits for these pages"
         if ledger.now - oldest > ABORT_BUDGETS_MAX * ledger.setup.timeouts.abort_seconds:
             return "the pages waited too long"
+        return ""
+
+    def _worn(self, bystanders: int) -> str:
+        limits = self._ledger.setup.limits
+        bound = limits.gone_sessions_max if bystanders else limits.gone_sessions_idle_max
+        if self._ledger.contacts.gone > bound:
+            return f"connections to more than {bound} sessions that are gone"
         return ""

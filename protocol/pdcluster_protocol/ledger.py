@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from pdcluster_protocol.admission import AdmissionQueue
+from pdcluster_protocol.contacts import Contacts
 from pdcluster_protocol.deadlines import Deadlines
 from pdcluster_protocol.effects import Count, Effect, Fence, Send
 from pdcluster_protocol.errors import IllegalTransition, Reason
@@ -104,6 +105,7 @@ class Ledger:
         self.now = 0.0
         self.incarnation = ""
         self.ranks = tuple(OwnRank(index, place) for index, place in enumerate(setup.ranks))
+        self.contacts = Contacts(len(self.ranks))
         self.draining: Reason | None = None
         self.fencing = False
         """A fence was asked for and not every rank has its new session yet."""
@@ -134,6 +136,7 @@ class Ledger:
         Without a fence a node of one rank has none left, and of another one nothing is proven.
         """
         self.ranks[rank].session = None
+        self.contacts.forget_rank(rank)
         self._unfenced.discard(rank)
         return not self._unfenced if self.fencing else len(self.ranks) == 1
 

@@ -64,6 +64,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rewrites_max: int = 6
     """So often to one session; together as long as it takes to map the memory anew, with a sidecar
     that restarts meanwhile and two repeats that are lost."""
+    gone_sessions_idle_max: int = 3
+    """Transport sessions of peers that are gone while our transport keeps connections to them, up
+    to four for each: with more of them it is replaced while nobody is delayed."""
+    gone_sessions_max: int = 63
+    """With more of them it is replaced at once."""
     clock_skew_seconds: float = 60.0
     """How far router clocks may differ before an attempt is refused as stale."""
     ping_seconds: float = 1.0

@@ -135,7 +135,7 @@ class Node:
             while (grant := self.ledger.queue.admit()) is not None:
                 with self._failing_alone():
                     self._granted(grant)
-        if self.ledger.pool.quarantined_count:
+        if self.ledger.pool.quarantined_count or self.ledger.contacts.gone:
             self.fencing.consider(bystanders=self.side.writable_count())
         return self.ledger.take_effects()
 

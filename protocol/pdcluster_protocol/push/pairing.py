@@ -88,6 +88,7 @@ class Pairing:
         except LayoutMismatch as mismatch:
             destination = mismatch
         self._registered[name] = Registered(args.session, args.mapping, destination)
+        self._tell_sessions()
 
     def destination(
         self, metadata: TransferMetadata, incarnation: str
@@ -139,9 +140,14 @@ class Pairing:
         """A decode instance is gone: its registrations and metadata go too."""
         for name in [name for name in self._registered if name[0] == incarnation]:
             del self._registered[name]
+        self._tell_sessions()
         for key, waiting in list(self._early.items()):
             if any(arrived.incarnation == incarnation for arrived in waiting.values()):
                 self.forget(key)
+
+    def _tell_sessions(self) -> None:
+        sessions = {registered.session for registered in self._registered.values()}
+        self._ledger.contacts.remain(sessions)
 
     def match(
         self, leg: LegArrived, arrived: Arrived, destination: Destination | LayoutMismatch

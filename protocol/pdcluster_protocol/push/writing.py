@@ -133,6 +133,7 @@ class Writing:
         source, target = self._addresses(delivery, planned)
         self._owners[operation] = (room.key, delivery.lane)
         delivery.outstanding[operation] = planned
+        self._ledger.contacts.wrote(delivery.lane.rank, delivery.destination.session)
         self._ledger.emit(
             Write(
                 operation=operation,

@@ -85,3 +85,34 @@ def test_there_is_one_at_a_time_and_none_without_a_transport() -> None:
     down.ranks[0].session = None
     assert [] == causes(down, bystanders=0)
     assert not down.fencing
+
+
+def ledger_with_gone_sessions(count: int) -> Ledger:
+    ledger = joined_ledger(limits=Limits(gone_sessions_idle_max=2, gone_sessions_max=5))
+    for number in range(count):
+        ledger.contacts.wrote(0, f"session {number}")
+    ledger.contacts.remain(())
+    return ledger
+
+
+def test_it_drops_connections_to_some_gone_sessions_when_nobody_is_delayed() -> None:
+    assert [] == causes(ledger_with_gone_sessions(2), bystanders=0)
+    assert ["connections to more than 2 sessions that are gone"] == causes(
+        ledger_with_gone_sessions(3), bystanders=0
+    )
+
+
+def test_it_drops_connections_to_many_gone_sessions_whoever_is_delayed() -> None:
+    assert [] == causes(ledger_with_gone_sessions(5))
+    assert ["connections to more than 5 sessions that are gone"] == causes(
+        ledger_with_gone_sessions(6)
+    )
+
+
+def test_its_new_transport_has_no_connections() -> None:
+    ledger = ledger_with_gone_sessions(6)
+    assert 1 == len(causes(ledger))
+    ledger.transport_lost(0)
+    ledger.transport_ready(0, "new", 0)
+
+    assert [] == causes(ledger, bystanders=0)

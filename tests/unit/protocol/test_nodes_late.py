@@ -23,6 +23,7 @@ from pdcluster_protocol.events import (
     TransportReady,
 )
 from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
     Abort,
     AbortAck,
@@ -328,3 +329,22 @@ def test_two_replicas_that_claim_one_room_are_told_so_and_get_nothing() -> None:
         for to, message in sent(hear(node, late))
         if isinstance(message, Status)
     ]
+
+
+def test_prefill_replaces_its_transport_once_it_knows_some_sessions_that_are_gone() -> None:
+    node = joined(prefill_node(node_setup(limits=Limits(gone_sessions_idle_max=1))))
+    for number in (1, 2):
+        room, session = key(number), f"s-{number}"
+        hear(node, msgspec.structs.replace(registration(number), session=session))
+        tell(node, msgspec.structs.replace(LEG, key=room))
+        hear(node, msgspec.structs.replace(metadata(number), key=room, session=session))
+        (write,) = (e for e in tell(node, RowsWritten(room, 0, 0, 4)) if isinstance(e, Write))
+        tell(node, ComputeStopped(room, Reason.MODEL_FAILED, "as asked"))
+        tell(node, OperationDone(write.operation, ok=True))
+        assert session == write.target
+        assert () == tuple(node.views())
+
+    effects = hear(node, registration(3))
+    assert [Fence(cause="connections to more than 1 sessions that are gone", pages=0)] == effects
+    tell(node, TransportLost("fenced"))
+    assert [] == tell(node, TransportReady("ours:2", 0))

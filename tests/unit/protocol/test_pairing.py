@@ -111,6 +111,21 @@ def test_registrations_are_bounded_and_the_oldest_goes_first(pairing: Pairing) -
     assert [False, True, True] == known
 
 
+def test_sessions_that_no_registration_names_any_more_are_gone(
+    ledger: Ledger, pairing: Pairing
+) -> None:
+    gone = []
+    for session in ("a", "b", "c", "d"):
+        ledger.contacts.wrote(0, session)
+    for session, incarnation in (("a", "1"), ("b", "1"), ("b", "1"), ("c", "2"), ("d", "3")):
+        pairing.register(registration(session), incarnation)
+        gone.append(ledger.contacts.gone)
+    pairing.forget_incarnation("3")
+    gone.append(ledger.contacts.gone)
+
+    assert [3, 3, 3, 2, 2, 3] == gone
+
+
 def test_early_metadata_waits_for_its_leg_once(ledger: Ledger, pairing: Pairing) -> None:
     assert pairing.wait(arrived())
     assert pairing.wait(arrived(epoch=8))
