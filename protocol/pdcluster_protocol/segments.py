@@ -178,7 +178,7 @@ def consecutive(pages: Sequence[PagePair]) -> Iterator[Sequence[PagePair]]:
     """Longest runs of pages that follow each other in the prompt and on both sides."""
     start = 0
     for index in range(1, len(pages) + 1):
-        if index < len(pages) and _follows(pages[index], pages[index - 1]):
+        if index < len(pages) and follows(pages[index], pages[index - 1]):
             continue
         yield pages[start:index]
         start = index
@@ -215,7 +215,8 @@ def _segment(part: RowSlice, page: PagePair, *, row: int, nbytes: int) -> Segmen
     )
 
 
-def _follows(page: PagePair, before: PagePair) -> bool:
+def follows(page: PagePair, before: PagePair) -> bool:
+    """Whether a page is the next one in the prompt and on both sides."""
     return (page.position, page.source, page.target) == (
         before.position + 1,
         before.source + 1,

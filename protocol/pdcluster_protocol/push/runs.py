@@ -9,6 +9,7 @@ missing.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
@@ -18,7 +19,7 @@ import msgspec
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.messages import Run
 from pdcluster_protocol.push.routes import Part
-from pdcluster_protocol.segments import PagePair
+from pdcluster_protocol.segments import PagePair, follows
 
 PIECES_MAX: Final = 4096
 """Rows of a run where only a part of each goes over, unless one page has more."""
@@ -71,18 +72,20 @@ class RunPlanner:
     ) -> None:
         self._parts = parts if pages else ()
         self._pages = pages
-        """Consecutive pages of the prompt."""
+        """In the order of the prompt; a rank of sharded pages has not all of them."""
         self._prompt_tokens = prompt_tokens
         self._page_size = page_size
         self._bytes_max = bytes_max
         self._ready = [0] * len(self._parts)
+        """Pages of each part whose rows are final, and below those that were cut into runs."""
         self._planned = [0] * len(self._parts)
 
     def rows_written(self, region: int, end: int) -> None:
         """The rows of a region of the whole layout up to token `end` are final."""
+        final = self._final(end)
         for index, part in enumerate(self._parts):
             if part.region == region:
-                self._ready[index] = max(self._ready[index], end)
+                self._ready[index] = max(self._ready[index], final)
 
     @property
     def complete(self) -> bool:
@@ -93,23 +96,20 @@ class RunPlanner:
         """The next run whose rows are final, lowest page first, or None."""
         best: int | None = None
         for index, planned in enumerate(self._planned):
-            if self._pages_ready(index) > planned and (
-                best is None or planned < self._planned[best]
-            ):
+            if self._ready[index] > planned and (best is None or planned < self._planned[best]):
                 best = index
         return None if best is None else self._cut(best)
 
-    def _pages_ready(self, index: int) -> int:
-        ready = self._ready[index]
-        if ready >= self._prompt_tokens:
+    def _final(self, end: int) -> int:
+        """How many of our pages are final when the rows up to token `end` are."""
+        if end >= self._prompt_tokens:
             return len(self._pages)
-        whole = ready // self._page_size - self._pages[0].position
-        return min(max(whole, 0), len(self._pages))
+        return bisect_left(self._pages, end // self._page_size, key=lambda page: page.position)
 
     def _cut(self, index: int) -> PlannedRun:
         part, start = self._parts[index].rows, self._planned[index]
         first = self._pages[start]
-        length = self._length(index, start, self._pages_ready(index))
+        length = self._length(index, start)
         self._planned[index] = start + length
         rows = min(self._prompt_tokens - first.position * self._page_size, length * self._page_size)
         run = PlannedRun(
@@ -133,9 +133,9 @@ class RunPlanner:
             stride=part.row_bytes,
         )
 
-    def _length(self, index: int, start: int, stop: int) -> int:
+    def _length(self, index: int, start: int) -> int:
         """How many pages from `start` on make one run."""
-        part, first = self._parts[index].rows, self._pages[start]
+        part = self._parts[index].rows
         page_bytes = part.nbytes * self._page_size
         pages_max = max(1, self._bytes_max // page_bytes)
         if not part.whole:
@@ -143,9 +143,8 @@ class RunPlanner:
         length = 1
         while (
             length < pages_max
-            and start + length < stop
-            and self._pages[start + length].source == first.source + length
-            and self._pages[start + length].target == first.target + length
+            and start + length < self._ready[index]
+            and follows(self._pages[start + length], self._pages[start + length - 1])
         ):
             length += 1
         return length

@@ -236,6 +236,21 @@ def test_a_rank_that_sends_later_pages_waits_for_exactly_their_rows() -> None:
     assert made.complete
 
 
+def test_a_rank_of_sharded_pages_sends_each_when_its_rows_are_final() -> None:
+    # Neighbours here, and there by chance, but not in the prompt: they make no run.
+    pages = [PagePair(1, 0, 8), PagePair(3, 1, 9), PagePair(4, 2, 10)]
+    parts = whole_parts(LAYOUT)[:1]
+    made = RunPlanner(parts, pages, prompt_tokens=18, page_size=4, bytes_max=1 << 20)
+    cuts = []
+    for ready in (7, 8, 15, 16, 17, 18):
+        made.rows_written(0, ready)
+        cuts.append(cut(made))
+
+    first, second = PlannedRun(0, 0, 0, 8, 1, 24), PlannedRun(0, 1, 0, 9, 1, 24)
+    assert [[], [first], [], [second], [], [PlannedRun(0, 2, 0, 10, 1, 12)]] == cuts
+    assert made.complete
+
+
 def test_a_rank_without_pages_or_parts_has_nothing_to_send() -> None:
     none = RunPlanner(whole_parts(LAYOUT), (), prompt_tokens=3, page_size=4, bytes_max=999)
     copy = RunPlanner((), [PagePair(0, 0, 0)], prompt_tokens=3, page_size=4, bytes_max=999)
