@@ -11,7 +11,8 @@ an `InstanceNode` of its own ranks, which join there only with the leader's word
 
 A death is not always seen: a sidecar may be away when it happens. So a rank that greets *afresh*,
 without an incarnation, tells of the death of the one that was in its place; and while the present
-incarnation was only adopted from living ranks by a restarted sidecar, any fresh rank does.
+incarnation was only adopted from living ranks by a restarted sidecar, any fresh rank does. A hello
+of the very process that is in that place tells nothing: the answer to its first one was lost.
 """
 
 from __future__ import annotations
@@ -129,9 +130,10 @@ class InstanceNode:
         """How this hello shows that the present incarnation has ended unseen; "" if it does not."""
         if hello.incarnation or not self.incarnation or self._misfit(hello, None):
             return ""
-        place = _place(hello.coordinate)
-        if hello.coordinate in self.members:
-            return f"rank {place} has started anew"
+        place, known = _place(hello.coordinate), self.members.get(hello.coordinate)
+        if known is not None:
+            same = known.hello.session == hello.session
+            return "" if same else f"rank {place} has started anew"
         if self._adopted:
             return f"rank {place} has started anew while this sidecar was away"
         return ""

@@ -15,7 +15,14 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from pdcluster_protocol.control_api import AbortRequest, OrdersAsked, PodCard, PodReport
+from pdcluster_protocol.control_api import (
+    AbortRequest,
+    OrdersAsked,
+    PodAnswer,
+    PodCard,
+    PodReport,
+    decode_pod_body,
+)
 from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
@@ -32,6 +39,7 @@ from support.sidecars import (
     RING,
     FakeEngine,
     SidecarProcess,
+    hello_of,
     running,
     until,
 )
@@ -78,6 +86,23 @@ async def test_a_rank_waits_for_a_leader_that_is_not_there_yet(instance: Instanc
     zero = instance.engine(0)
     assert one.answer is not None
     assert one.answer.incarnation == (await zero.open()).incarnation
+
+
+async def test_a_report_whose_answer_was_lost_is_told_again_and_ends_nothing(
+    instance: Instance,
+) -> None:
+    leader = instance.leader
+    pod = PodCard(1, instance.other.http, leader.signer.session)
+    hello = hello_of(instance.other.config, coordinate=RankCoordinate(dp=1))
+    report = PodReport(cluster="c", instance="c-prefill-0", pod=pod, hellos=(hello,))
+    body = msgspec.msgpack.encode(report)
+    answers = []
+    for _ in range(2):
+        _, raw = await leader.call("POST", "/pd/v1/pod/report", body, signed=True)
+        answers.append(decode_pod_body(raw, PodAnswer).answers)
+
+    assert answers[0] == answers[1]
+    assert "" != answers[0][0][1].incarnation
 
 
 async def test_a_rank_of_the_leader_cannot_join_at_the_other_pod(instance: Instance) -> None:

@@ -23,11 +23,14 @@ class Instance:
 
     def engine(self, dp: int, incarnation: str = "") -> FakeEngine:
         config = (self.leader, self.other)[dp].config
+        place = RankCoordinate(dp=dp)
+        earlier = sum(engine.hello.coordinate == place for engine in self.engines)
         engine = FakeEngine(
             config,
-            coordinate=RankCoordinate(dp=dp),
+            coordinate=place,
             http_port=30000 + dp,
-            session=f"engine-{dp}",
+            # Every process has a session of its own.
+            session=f"engine-{dp}" + f"-{earlier}" * (earlier > 0),
             incarnation=incarnation,
         )
         self.engines.append(engine)

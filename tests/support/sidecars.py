@@ -39,6 +39,7 @@ DEADLINE_SECONDS = 20.0
 ROOTS = ("protocol", "sidecar", "operator", "engine")
 REPOSITORY = Path(__file__).resolve().parents[2]
 _hosts = itertools.count(1)
+_sessions = itertools.count(1)
 
 MessageT = TypeVar("MessageT")
 
@@ -139,7 +140,7 @@ def hello_of(config: SidecarConfig, **changes: Any) -> EngineHello:
         "parallel": config.parallel,
         "layout": LAYOUT,
         "incarnation": "",
-        "session": "engine",
+        "session": f"engine-{next(_sessions)}",
         "http_port": config.engine_http_port,
         "fingerprint": config.fingerprint,
         "allocation": config.allocation,

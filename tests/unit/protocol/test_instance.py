@@ -105,9 +105,18 @@ def test_a_fresh_rank_in_the_place_of_a_member_proves_its_death() -> None:
     node.join(hello(0), minted="i-1", now=0.0)
 
     assert "" == node.proves_death(hello(1))
-    assert "rank (0, 0, 0, 0) has started anew" == node.proves_death(hello(0))
+    fresh = hello(0, session="another process")
+    assert "rank (0, 0, 0, 0) has started anew" == node.proves_death(fresh)
     assert "" == node.proves_death(hello(0, incarnation="i-1"))
-    assert "" == node.proves_death(hello(0, fingerprint="g"))
+    assert "" == node.proves_death(hello(0, session="x", fingerprint="g"))
+
+
+def test_a_member_that_greets_again_because_it_heard_no_answer_proves_nothing() -> None:
+    node = instance()
+    first = node.join(hello(0), minted="i-1", now=0.0)
+
+    assert "" == node.proves_death(hello(0))
+    assert first == node.join(hello(0), minted="i-2", now=1.0)
 
 
 def test_a_fresh_rank_beside_an_adopted_one_proves_a_death_that_nobody_saw() -> None:
