@@ -112,8 +112,9 @@ class Sidecar:
         self._relay.start()
         await self._links.start()
         await self._runner.setup()
-        # Who asks before that takes a living engine for a dead one.
-        if not await self._links.rejoined():
+        # Who asks before that takes a living engine for a dead one. Nobody asks a pod that does not
+        # lead, and its ranks are let in only once it reports, which begins behind this.
+        if self._follower is None and not await self._links.rejoined():
             self._log.warning("no engine came back", link=config.link_path)
         try:
             self._server = await asyncio.get_running_loop().create_server(

@@ -151,6 +151,28 @@ async def test_a_restarted_sidecar_ends_nothing(instance: Instance, killed: str)
     assert not engines[1 - index].closed.is_set()
 
 
+@pytest.mark.parametrize("killed", ["leader", "other"])
+async def test_a_restarted_sidecar_serves_as_soon_as_its_engine_is_back(
+    instance: Instance, killed: str
+) -> None:
+    engines = await instance.join()
+    assert engines[0].answer is not None
+    index = ("leader", "other").index(killed)
+    sidecar: SidecarProcess = getattr(instance, killed)
+    await sidecar.stop(signal.SIGKILL)
+    await engines[index].closed.wait()
+    again = instance.engine(index, incarnation=engines[0].answer.incarnation)
+
+    async def back() -> bool:
+        try:
+            return "" == (await again.open()).refused
+        except OSError:
+            return False
+
+    await asyncio.gather(sidecar.start(), until(back))
+    assert "no engine came back" not in sidecar.log.read_text()
+
+
 @pytest.mark.parametrize("dying", ["leader", "other"])
 async def test_a_pod_that_dies_whole_ends_the_ranks_of_the_other(
     instance: Instance, dying: str
