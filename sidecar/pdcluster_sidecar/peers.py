@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection
 from typing import Final
 
-from pdcluster_protocol.errors import Overloaded
+from pdcluster_protocol.errors import Overloaded, Reason, RemoteProtocolError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.liveness import PeerNode
@@ -20,15 +20,31 @@ from pdcluster_protocol.messages import InstanceCard, PeerChanged, PeerState
 DEAD_KEPT_SECONDS: Final = 60.0
 """How long a dead peer is still shown, and repeats of its last words are recognised."""
 ALIASES_MAX: Final = 4096
+EARLIER_MAX: Final = 8
+"""Incarnations of one instance that are known to be over, the newest last."""
 
 
 class Peer:
     """One incarnation of a peer instance."""
 
-    __slots__ = ("card", "died_at", "draining", "greeted_at", "node", "sessions", "told")
+    __slots__ = (
+        "card",
+        "died_at",
+        "draining",
+        "earlier",
+        "greeted_at",
+        "node",
+        "sessions",
+        "told",
+    )
 
-    def __init__(self, card: InstanceCard, limits: Limits, *, now: float) -> None:
+    def __init__(
+        self, card: InstanceCard, limits: Limits, *, now: float, earlier: tuple[str, ...] = ()
+    ) -> None:
         self.node = PeerNode(card.incarnation, limits, now=now)
+        self.earlier: Final = earlier
+        """In whose place it came. What they said may arrive after their successor's hello, since a
+        ping and an answer to a hello go separate ways."""
         self.died_at: float | None = None
         self.draining = card.draining
         self.told: object = None
@@ -78,9 +94,11 @@ class PeerTable:
 
         Raises:
             Overloaded: as many peers as there may be are alive.
+            RemoteProtocolError: the card is an old one; its instance has begun anew since.
         """
         known = self._by_instance.get(card.instance)
         changed = None
+        earlier: tuple[str, ...] = ()
         if known is not None and known.card.incarnation == card.incarnation:
             if known.state is not PeerState.DEAD:
                 self._unlink(known)
@@ -88,12 +106,20 @@ class PeerTable:
                 self._link(known)
                 return known, None
             # It only fell silent, and now it speaks again.
+            earlier = known.earlier
             self.drop(known)
+        elif known is not None and card.incarnation in known.earlier:
+            raise RemoteProtocolError(
+                f"incarnation {card.incarnation} of {card.instance} has ended;"
+                f" {known.card.incarnation} has taken its place",
+                reason=Reason.PEER_DIED,
+            )
         elif known is not None:
             changed = known.node.declared_dead("another incarnation took its place", now)
+            earlier = (*known.earlier, known.card.incarnation)[-EARLIER_MAX:]
             self.drop(known)
         self._make_room()
-        peer = Peer(card, self._limits, now=now)
+        peer = Peer(card, self._limits, now=now, earlier=earlier)
         self._by_instance[card.instance] = peer
         self._link(peer)
         return peer, changed

@@ -236,6 +236,9 @@ class Relay:
         peer.draining = ping.draining
         if ping.incarnation == peer.card.incarnation:
             changed = peer.node.pinged(ping, self._loop.time())
+        elif ping.incarnation in peer.earlier:
+            # It was on its way when the new one said hello.
+            changed = None
         else:
             changed = peer.node.declared_dead("another incarnation speaks", self._loop.time())
             self.greet_again(peer)

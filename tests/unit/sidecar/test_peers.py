@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pdcluster_protocol.errors import Overloaded
+from pdcluster_protocol.errors import Overloaded, RemoteProtocolError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import InstanceCard, PeerChanged, PeerState, RankCard
 from pdcluster_protocol.topology import RankCoordinate
-from pdcluster_sidecar.peers import DEAD_KEPT_SECONDS, PeerTable
+from pdcluster_sidecar.peers import DEAD_KEPT_SECONDS, EARLIER_MAX, PeerTable
 
 HTTP = RankAddress("127.64.0.1", 8998)
 CONTROL = RankAddress("127.64.0.1", 9000)
@@ -66,6 +66,31 @@ def test_another_incarnation_ends_the_one_before_and_every_way_to_it() -> None:
     assert table.of_rank(CONTROL) is None
     assert new is table.of_rank(moved)
     assert (new,) == table.all()
+
+
+def test_an_old_card_that_comes_late_ends_nobody() -> None:
+    table = PeerTable(Limits())
+    for incarnation in ("i-1", "i-2"):
+        table.meet(card(incarnation=incarnation), 0.0)
+    peer, _ = table.meet(card(incarnation="i-3"), 0.0)
+
+    for old in ("i-1", "i-2"):
+        with pytest.raises(RemoteProtocolError, match=f"incarnation {old} of p-0 has ended; i-3"):
+            table.meet(card(incarnation=old), 1.0)
+    assert (peer,) == table.all()
+    assert PeerState.ALIVE is peer.state
+
+
+def test_what_is_known_to_be_over_is_bounded_and_outlives_silence() -> None:
+    table = PeerTable(Limits())
+    for number in range(EARLIER_MAX + 2):
+        table.meet(card(incarnation=f"i-{number}"), 0.0)
+    silent = table.all()[0]
+    silent.node.declared_dead("silent", 1.0)
+    again, _ = table.meet(card(incarnation=f"i-{EARLIER_MAX + 1}"), 2.0)
+
+    assert silent is not again
+    assert tuple(f"i-{number}" for number in range(1, EARLIER_MAX + 1)) == again.earlier
 
 
 def test_a_dead_peer_is_not_resolved_and_is_dropped_in_time() -> None:
