@@ -55,7 +55,7 @@ class LegArrived(msgspec.Struct, frozen=True):
     prefill_dp_rank: int | None = None
     budget_seconds: float | None = None
     attempt_known: bool = True
-    """False: a foreign router minted no attempt (decode mints, prefill learns it)."""
+    """False: a foreign router minted no attempt, so the key's is 0."""
 
 
 class LegCancelled(msgspec.Struct, frozen=True):

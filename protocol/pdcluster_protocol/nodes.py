@@ -334,10 +334,19 @@ class Node:
             return (Reason.ROOM_IN_USE, f"{leg.key} is computed here already") if live else None
         if leg.attempt_known and ledger.is_stale(leg.key):
             return Reason.STALE_ATTEMPT, "the attempt is older than any that can be alive"
-        if ledger.tombstone(leg.key) is not None:
-            return Reason.ABORTED, "the request was cancelled before its leg arrived"
-        if self.side.live_key(leg.key.room) is not None:
-            return Reason.ROOM_IN_USE, f"room {leg.key.room} is live here"
+        return self._name_taken(leg)
+
+    def _name_taken(self, leg: LegArrived) -> tuple[Reason, str] | None:
+        """Whether its key has ended already, or its room is live."""
+        room = leg.key.room
+        if self.ledger.tombstone(leg.key) is not None:
+            if leg.attempt_known:
+                return Reason.ABORTED, "the request was cancelled before its leg arrived"
+            # Without an attempt an older use of the same number cannot be told from this one.
+            detail = f"room {room} was used here not long ago; take another room"
+            return Reason.ROOM_IN_USE, detail
+        if self.side.live_key(room) is not None:
+            return Reason.ROOM_IN_USE, f"room {room} is live here"
         return None
 
     def _too_large(self, leg: LegArrived) -> str:

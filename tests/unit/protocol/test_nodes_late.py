@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
+import pytest
 
 from pdcluster_protocol import invariants
 from pdcluster_protocol.effects import ConcludeLeg, Effect, Fence, VerifyRun, Write
@@ -23,6 +26,7 @@ from pdcluster_protocol.events import (
     TransportReady,
 )
 from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.ledger import NodeSetup
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
     Abort,
@@ -166,6 +170,21 @@ def test_a_cancel_that_overtakes_its_leg_is_found_by_it() -> None:
         assert isinstance(end, ConcludeLeg)
         assert (key(), Reason.ABORTED) == (end.key, end.reason)
         invariants.check_idle(node)
+
+
+@pytest.mark.parametrize("make", [prefill_node, decode_node])
+def test_a_foreign_room_that_comes_again_is_told_to_take_another(
+    make: Callable[[NodeSetup], Node],
+) -> None:
+    node = joined(make(node_setup()))
+    leg = msgspec.structs.replace(LEG, key=Key(5, 0), attempt_known=False)
+    tell(node, leg)
+    tell(node, LegCancelled(leg.key, Reason.CLIENT_GONE))
+
+    refused = ConcludeLeg(
+        leg.key, Reason.ROOM_IN_USE, "room 5 was used here not long ago; take another room"
+    )
+    assert [refused] == tell(node, leg)
 
 
 def test_a_cancel_of_a_running_or_concluded_key_leaves_no_second_mark() -> None:
