@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import StrEnum
+from math import inf
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -111,6 +112,9 @@ class Ledger:
         """A fence was asked for and not every rank has its new session yet."""
         self._unfenced: set[int] = set()
         """Ranks whose mapping has not been destroyed since that fence was asked for."""
+        self._remapped_at = inf
+        """When the first rank had a new session under that fence: of what was locked later it
+        proves nothing."""
         self._effects: list[Effect] = []
         self._operations = 0
         self._newest_milliseconds = 0
@@ -126,7 +130,7 @@ class Ledger:
 
     def fence(self, cause: str, pages: int) -> None:
         """Ask for the end of every mapping through which writes could land; one at a time."""
-        self.fencing = True
+        self.fencing, self._remapped_at = True, inf
         self._unfenced = set(range(len(self.ranks)))
         self.emit(Fence(cause=cause, pages=pages))
 
@@ -146,6 +150,12 @@ class Ledger:
         own.session, own.base_address = session, base_address
         own.mapping += 1
         self.fencing = self.fencing and not (self.ready and not self._unfenced)
+        self._remapped_at = min(self._remapped_at, self.now) if self.fencing else inf
+
+    def absolve_fenced(self) -> list[Key]:
+        """Every mapping that existed is gone: free what was locked while they did."""
+        self.slots.absolve_fenced(locked_before=self._remapped_at)
+        return self.pool.absolve_fenced(locked_before=self._remapped_at)
 
     # --- outbox ---
 

@@ -2,8 +2,8 @@
 
 All or nothing per key. A page leaves quarantine only by proof that nobody writes or reads it any
 more; a timeout is not proof, it is the reason to fence. The pool does not know what proof is: it
-offers `absolve` (proof for one key) and `absolve_fenced` (a fence is proof for every key), and its
-caller must not call them without.
+offers `absolve` (proof for one key) and `absolve_fenced` (a fence is proof for every key that was
+locked before it), and its caller must not call them without.
 
 The same class owns metadata slots: a slot is a page of another pool.
 """
@@ -11,6 +11,7 @@ The same class owns metadata slots: a slot is a page of another pool.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 import msgspec
 
@@ -144,12 +145,12 @@ class PagePool:
         if holding is not None and holding.since is not None and not holding.condemned:
             self._free(key)
 
-    def absolve_fenced(self) -> list[Key]:
-        """A fence is complete: free every key that waits in quarantine."""
+    def absolve_fenced(self, *, locked_before: float = inf) -> list[Key]:
+        """A fence is complete: free every key that has waited in quarantine since before it."""
         keys = [
             key
             for key, holding in self._holdings.items()
-            if holding.since is not None and not holding.condemned
+            if holding.since is not None and holding.since < locked_before and not holding.condemned
         ]
         for key in keys:
             self._free(key)

@@ -297,8 +297,7 @@ class DecodeRooms:
 
     def fenced(self) -> None:
         """Every mapping through which a write could land is gone: quarantine ends."""
-        self._ledger.slots.absolve_fenced()
-        for key in self._ledger.pool.absolve_fenced():
+        for key in self._ledger.absolve_fenced():
             room = self._room(key)
             if room is not None and room.state is ReceiverState.DRAINING:
                 self._ends.proven(room, "fenced")

@@ -279,8 +279,7 @@ class PrefillRooms:
 
     def fenced(self) -> None:
         """All our own writers are gone: nobody reads the pages that wait for it."""
-        self._ledger.pool.absolve_fenced()
-        self._ledger.slots.absolve_fenced()
+        self._ledger.absolve_fenced()
 
     def peer_died(self, incarnation: str, detail: str) -> None:
         """A decode instance is gone: its rooms end, nothing needs to be said to it."""

@@ -204,3 +204,33 @@ def test_a_tombstone_that_was_pushed_out_leaves_doubt_for_as_long_as_it_had_to_l
     ledger.now = 3.0
 
     assert ledger.drained(key(1))
+
+
+def locked(ledger: Ledger, room: int, now: float) -> Key:
+    """A key whose pages and slot wait for a fence since now."""
+    ledger.now = now
+    for pool in (ledger.pool, ledger.slots):
+        pool.reserve(key(room), 1)
+        pool.quarantine(key(room), now, needs_fence=True)
+    return key(room)
+
+
+def test_a_fence_frees_nothing_that_a_new_session_may_already_have_touched(
+    two_ranks: Ledger,
+) -> None:
+    early = locked(two_ranks, 1, 1.0)
+    two_ranks.fence("test", 1)
+    two_ranks.transport_lost(0)
+    while_it_ends = locked(two_ranks, 2, 2.0)
+    two_ranks.now = 3.0
+    two_ranks.transport_ready(0, "new", 0)
+    late = locked(two_ranks, 3, 4.0)
+    assert two_ranks.transport_lost(1)
+
+    assert [early, while_it_ends] == two_ranks.absolve_fenced()
+    assert (late,) == two_ranks.pool.held_keys() == two_ranks.slots.held_keys()
+    two_ranks.transport_ready(1, "new", 0)
+    two_ranks.fence("again", 1)
+    for rank in (0, 1):
+        two_ranks.transport_lost(rank)
+    assert [late] == two_ranks.absolve_fenced()
