@@ -25,7 +25,7 @@ SHOWN_BYTES_MAX: Final = 64
 
 def path_of(url: str) -> str:
     """The path of a request target, which proxies may send in its absolute form."""
-    if "://" in url[:8]:
+    if not url.startswith("/") and "://" in url[:8]:
         url = "/" + url.split("://", 1)[1].partition("/")[2]
     return url.partition("?")[0]
 
