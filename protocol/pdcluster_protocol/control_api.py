@@ -4,7 +4,7 @@ Routers: `POST hello` exchanges `messages.InstanceCard`s; the other bodies are h
 
 The pods of one instance: the first one leads, the others call it, and it never calls them.
 `POST pod/report` carries all that a pod knows, every time, so a lost one costs nothing; it goes out
-twice a second and at once when something happened. `POST pod/orders` is held until there is
+five times a second and at once when something happened. `POST pod/orders` is held until there is
 something to do; orders are numbered within a pair of sessions and stay until a later call says that
 they have arrived. Bodies are msgpack, and the answers are signed too.
 """
