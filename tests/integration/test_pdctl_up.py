@@ -20,6 +20,7 @@ import pytest
 from pdctl.preflight import can_listen
 from pdctl.proc import descendants
 from pdctl.web import exchange
+from support.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -35,15 +36,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         yield Path(folder)
-
-
-def free_ports() -> tuple[str, str]:
-    """Two ports on 127.0.0.1 that nobody listens on."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
-        return str(one.getsockname()[1]), str(two.getsockname()[1])
 
 
 def pdctl(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,6 @@ import asyncio
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from pdctl.counters import Sample, parse, total
 from pdctl.proc import descendants
 from pdctl.processes import LOGS_FOLDER, RUN_FILE, ProcessSpec, ProcessState, RunSpec, RunState
 from pdctl.web import signer
+from support.ports import free_ports
 
 SPEC = Path(__file__).parents[1] / "integration/specs/pair.yaml"
 UP_SECONDS = 115.0
@@ -116,7 +116,7 @@ class PairCluster:
     def _up(self) -> None:
         path = Path(self._runtime.name) / "spec.yaml"
         path.write_text(yaml.safe_dump(self._spec()))
-        port, admin_port = _free_ports()
+        port, admin_port = free_ports()
         up = self._pdctl(
             "up", "-f", str(path), "--detach", "--port", port, "--admin-port", admin_port,
             seconds=UP_SECONDS,
@@ -385,12 +385,3 @@ async def _exchange(
         session.request(method, url, data=io.BytesIO(body), headers=headers) as answer,
     ):
         return answer.status, await answer.read()
-
-
-def _free_ports() -> tuple[str, str]:
-    """Two ports on 127.0.0.1 that nobody listens on."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
-        return str(one.getsockname()[1]), str(two.getsockname()[1])

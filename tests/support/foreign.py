@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import aiohttp
 
 from pdcluster_protocol.ids import Role
 from support.cluster import PairCluster, until
+from support.ports import free_ports
 from support.tap import Tap
 
 PEERS = Path(os.environ.get("PDCLUSTER_PEERS", Path.home() / ".cache/pdcluster-peers"))
@@ -57,7 +57,7 @@ class ForeignRouter:
         program, *arguments = LAUNCHERS[self.name]
         path = PEERS / self.name / program
         assert path.exists(), f"{path} is missing: run tools/interop-peers python3"
-        port, metrics_port = _free_ports()
+        port, metrics_port = free_ports()
         self.url = f"http://127.0.0.1:{port}"
         command = [
             *_dying_with_us(), str(path), *arguments, "--pd-disaggregation", *self._workers,
@@ -162,11 +162,3 @@ def _dying_with_us() -> list[str]:
     """A test run that is killed takes its router along, where the system can say so."""
     setpriv = shutil.which("setpriv")
     return [] if setpriv is None else [setpriv, "--pdeathsig", "TERM"]
-
-
-def _free_ports() -> tuple[str, str]:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
-        return str(one.getsockname()[1]), str(two.getsockname()[1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from typing import Any
 
 RANGE = 32
@@ -29,3 +30,12 @@ def fresh_host() -> str:
     """A loopback address that no other test of this run uses."""
     number = next(_hosts)
     return f"127.64.{100 + os.getpid() % 100}.{number % 254 + 1}"
+
+
+def free_ports() -> tuple[str, str]:
+    """Two ports on 127.0.0.1 that nobody listens on."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
+        return str(one.getsockname()[1]), str(two.getsockname()[1])
