@@ -113,10 +113,20 @@ def assemble(config: EngineConfig, model: LoadedModel, *, telemetry: Telemetry) 
         metadata=metadata,
         telemetry=telemetry,
     )
-    executor = Executor(parts, digests=setup.verify)
-    loop = OwnerLoop(node, parts, executor=executor, sequences_max=config.sequences)
+    loop = _owner(config, node, parts)
     engine = NativeEngine(inbox=inbox, legs=parts.legs, loop=loop)
     return Assembly(engine, loop, compute, inbox, tuple(rank.arena for rank in ranks), gate)
+
+
+def _owner(config: EngineConfig, node: Node, parts: Parts) -> OwnerLoop:
+    """The body of the owner thread."""
+    return OwnerLoop(
+        node,
+        parts,
+        executor=Executor(parts, digests=config.checksum != "Off"),
+        sequences_max=config.sequences,
+        shared=config.parallel.dp > 1,
+    )
 
 
 def _ports(

@@ -11,6 +11,7 @@ Only this thread touches the node, the transports and the links. Other threads p
 from __future__ import annotations
 
 import selectors
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol, assert_never
@@ -99,10 +100,19 @@ class OwnerLoop:
         *,
         executor: Executor,
         sequences_max: int,
+        shared: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`shared`: the instance has data-parallel ranks in other processes too."""
         self._node = node
         self._executor = executor
+        self._shared = shared
+        self._instance_done = False
+        """No rank of the instance has a room left."""
+        self._drain_told = (False, False)
+        """What the sidecar knows of our drain: whether there is one, whether anything is left."""
+        self.done = threading.Event()
+        """Set when this engine drains and nobody needs it any more."""
         self._ports = parts.ports
         self._inbox = parts.inbox
         self._legs = parts.legs
@@ -200,6 +210,8 @@ class OwnerLoop:
         match message:
             case HelloAnswer(incarnation, address):
                 log.info("joined", incarnation=incarnation, rank=port.index, peer=str(address))
+                # A new sidecar takes us for idle and ready until it hears the truth.
+                self._pulse_at = now
                 self._handle(Joined(incarnation, address, port.index), now)
             case Inbound(inner, incarnation):
                 self._handle(MessageArrived(inner, incarnation, port.index), now)
@@ -211,11 +223,17 @@ class OwnerLoop:
                 self._cancel(port, message, now)
             case DumpRequested(request):
                 port.link.send(DumpAnswered(request, self._dump()))
-            case Drain(reason):
-                self._legs.draining = True
-                self._handle(Drained(reason), now)
+            case Drain():
+                self._drain(message, now)
             case _:
                 assert_never(message)
+
+    def _drain(self, order: Drain, now: float) -> None:
+        """Said again and again while the instance drains; the first one counts, and the last."""
+        self._instance_done = order.done
+        if not self._legs.draining:
+            self._legs.draining = True
+            self._handle(Drained(order.reason), now)
 
     def _cancel(self, port: RankPort, order: CancelLeg, now: float) -> None:
         """An exact key, else an exact rid; nothing else matches."""
@@ -269,6 +287,8 @@ class OwnerLoop:
 
     def _publish(self, now: float) -> None:
         load = self._node.load()
+        draining = self._legs.draining
+        empty = draining and load.rooms_open == 0 and len(self._legs) == 0
         load = msgspec.structs.replace(
             load,
             queued=load.queued + self._compute.queued,
@@ -283,8 +303,12 @@ class OwnerLoop:
             joined=joined,
             transport_ready=all(port.transport_ready for port in self._ports),
         )
-        if now < self._pulse_at:
+        if empty and (self._instance_done or not (self._shared and joined)):
+            # Without a sidecar nobody can say whether another rank has a room left.
+            self.done.set()
+        if now < self._pulse_at and self._drain_told == (draining, empty):
             return
+        self._drain_told = (draining, empty)
         self._pulse_at = now + PULSE_SECONDS
         self._telemetry.loops.set(self._loops)
         self._telemetry.link_joined.set(joined)
@@ -294,7 +318,7 @@ class OwnerLoop:
         if lost > 0:
             self._telemetry.dropped.labels("link_queue_full").inc(lost)
             self._link_dropped += lost
-        pulse = Pulse(self._loops, load, rooms=len(self._node.open_keys()))
+        pulse = Pulse(self._loops, load, rooms=len(self._node.open_keys()), draining=draining)
         for port in self._ports:
             if port.joined:
                 port.link.send(pulse)

@@ -96,9 +96,19 @@ class NativeEngine:
         return True
 
     def drain(self, seconds: float = 0.0) -> None:
-        """Take nothing new from now on, and wait at most so long for what runs."""
+        """Take nothing new from now on, and wait at most so long for what runs.
+
+        That is also what runs at other ranks of the instance, which would not survive us.
+        """
         self._legs.draining = True
         self._inbox.post(Drained())
+        self._loop.done.wait(seconds)
+
+    def cut(self, detail: str, seconds: float) -> None:
+        """End all that still runs with its reason; wait at most so long until everybody has it."""
+        running = self._legs.keys()
+        for key in running:
+            self._inbox.post(LegCancelled(key, Reason.SHUTTING_DOWN, detail))
         self._legs.wait_empty(seconds)
 
     def state(self) -> EngineState:

@@ -1,7 +1,8 @@
 """The asyncio side of an engine process: HTTP up, link open, signals, the end.
 
 The first SIGTERM or SIGINT drains: new legs are refused with `ShuttingDown`, running ones may end
-within `timeouts.drainSeconds`. A second one ends the process at once.
+within `timeouts.drainSeconds`. Then, or with a second signal, what still runs is ended with that
+reason, and so does the process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from pdcluster_protocol.config import EngineConfig
 if TYPE_CHECKING:
     from pdcluster_protocol.authentication import KeyRing
 
+NOTICE_SECONDS = 0.2
+"""An idle engine stays so long: legs that were under way to it are refused in words."""
+CUT_SECONDS = 0.5
+"""For the ends of what is cut."""
 CLEANUP_SECONDS = 0.3
 """For last answers that are written, and idle connections that are closed."""
 
@@ -54,9 +59,10 @@ async def serve_until_stopped(
 
 
 async def _drain(assembly: Assembly, *, seconds: float, hurry: asyncio.Event) -> None:
-    """Wait until nothing runs, the time is over, or somebody is in a hurry."""
+    """Wait until nothing runs, the time is over, or somebody is in a hurry; then cut the rest."""
     log.info("draining", reason="ShuttingDown", drain_seconds=seconds)
     loop = asyncio.get_running_loop()
+    noticed_at = loop.time() + NOTICE_SECONDS
     drained = asyncio.Event()
 
     def drain() -> None:
@@ -70,3 +76,10 @@ async def _drain(assembly: Assembly, *, seconds: float, hurry: asyncio.Event) ->
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
+    hurried = hurry.is_set()
+    why = "it was told twice to stop" if hurried else f"it did not end within {seconds:g} s"
+    await asyncio.to_thread(
+        assembly.engine.cut, f"this engine is shutting down; {why}", CUT_SECONDS
+    )
+    if not hurried:
+        await asyncio.sleep(noticed_at - loop.time())

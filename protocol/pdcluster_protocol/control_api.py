@@ -1,6 +1,7 @@
 """What is said to sidecars over HTTP, below `/pd/v1/`; always signed.
 
 Routers: `POST hello` exchanges `messages.InstanceCard`s; the other bodies are here, as JSON.
+`GET load?while_ready=INCARNATION` is held while that incarnation is ready and does not drain.
 
 The pods of one instance: the first one leads, the others call it, and it never calls them.
 `POST pod/report` carries all that a pod knows, every time, so a lost one costs nothing; it goes out
@@ -19,6 +20,7 @@ from pdcluster_protocol.errors import Reason, WireError
 from pdcluster_protocol.ids import Key, RankAddress
 from pdcluster_protocol.messages import (
     CancelLeg,
+    Drain,
     DumpRequested,
     EngineHello,
     HelloAnswer,
@@ -34,7 +36,7 @@ from pdcluster_protocol.undecodable import UNDECODABLE
 
 BodyT = TypeVar("BodyT")
 HELD_SECONDS = 1.0
-"""How long a call for orders waits for one."""
+"""How long a call for orders waits for one, and one for the load for a change."""
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
@@ -50,7 +52,9 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     incarnation: str
     ready: bool
+    """Its ranks are linked and move."""
     draining: bool
+    """It goes on with what it has begun and takes nothing new."""
     loads: tuple[Load, ...]
 
 
@@ -113,6 +117,8 @@ class PodAnswer(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[tuple[RankCoordinate, HelloAnswer], ...] = ()
     missing: tuple[RankCoordinate, ...] = ()
     """Ranks that are joined there and unknown here: the leader was restarted."""
+    drain: Drain | None = None
+    """How far the instance's drain is; None: nobody drains."""
 
 
 class OrdersAsked(msgspec.Struct, frozen=True, kw_only=True):

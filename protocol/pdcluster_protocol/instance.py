@@ -9,6 +9,9 @@ An instance of several *pods* has its DP ranks spread over them in order. Its fi
 leads: its `InstanceNode` holds the ranks of all pods and is what the world sees. Each other pod has
 an `InstanceNode` of its own ranks, which join there only with the leader's word.
 
+One rank that drains drains the instance: a request may need any of them. Nobody may leave while
+another rank has a room, since that would be the instance's death; `drained` says when none has.
+
 A death is not always seen: a sidecar may be away when it happens. So a rank that greets *afresh*,
 without an incarnation, tells of the death of the one that was in its place; and while the present
 incarnation was only adopted from living ranks by a restarted sidecar, any fresh rank does. A hello
@@ -90,8 +93,8 @@ class Member(msgspec.Struct):
 
     hello: EngineHello
     """Without its tokenizer files, which are kept once."""
-    load: Load
-    loops: int
+    pulse: Pulse
+    """Its last word."""
     moved_at: float
     """When its loop counter last moved."""
     pod: PodCard
@@ -106,7 +109,6 @@ class InstanceNode:
         "_heard_at",
         "_limits",
         "_plan",
-        "draining",
         "incarnation",
         "members",
         "tokenizer",
@@ -121,7 +123,6 @@ class InstanceNode:
         self._heard_at: dict[int, float] = {}
         """When each other pod last reported, by node."""
         self.incarnation = ""
-        self.draining = False
         self.members: dict[RankCoordinate, Member] = {}
         self.tokenizer: tuple[str, dict[str, bytes]] = ("", {})
         """Digest and files, from the rank that joined last."""
@@ -158,7 +159,7 @@ class InstanceNode:
         if hello.tokenizer_files:
             self.tokenizer = (hello.tokenizer_digest, dict(hello.tokenizer_files))
         slim = msgspec.structs.replace(hello, tokenizer_files={})
-        self.members[hello.coordinate] = Member(slim, Load(), 0, now, pod)
+        self.members[hello.coordinate] = Member(slim, Pulse(0, Load()), now, pod)
         if pod.node != self._plan.node:
             self._heard_at[pod.node] = now
         return HelloAnswer(self.incarnation, address)
@@ -200,19 +201,33 @@ class InstanceNode:
         member = self.members.get(coordinate)
         if member is None:
             return
-        if pulse.loops != member.loops:
-            member.loops, member.moved_at = pulse.loops, now
-        member.load = pulse.load
+        if pulse.loops != member.pulse.loops:
+            member.moved_at = now
+        member.pulse = pulse
 
     def pulses(self) -> tuple[tuple[RankCoordinate, Pulse], ...]:
         """The last word of each rank, to be passed on."""
-        return tuple(
-            (coordinate, Pulse(member.loops, member.load))
-            for coordinate, member in sorted(self.members.items())
+        return tuple((place, member.pulse) for place, member in sorted(self.members.items()))
+
+    @property
+    def draining(self) -> bool:
+        """Whether a rank takes nothing new."""
+        return any(member.pulse.draining for member in self.members.values())
+
+    @property
+    def drained(self) -> bool:
+        """Whether every rank takes nothing new, and has no room left."""
+        pulses = [member.pulse for member in self.members.values()]
+        return len(pulses) == self._plan.rank_count and all(
+            pulse.draining and pulse.load.rooms_open == 0 for pulse in pulses
         )
 
     def unready(self, now: float) -> str:
-        """Why this instance cannot serve a request now; "" when it can."""
+        """Why this instance cannot serve a new request now; "" when it can."""
+        return self.trouble(now) or ("this instance is draining" if self.draining else "")
+
+    def trouble(self, now: float) -> str:
+        """Why this instance cannot be relied on, also for what it has begun; "" when it can."""
         expected = self._plan.rank_count
         if len(self.members) < expected:
             return f"{len(self.members)} of {expected} ranks are linked"
@@ -223,19 +238,19 @@ class InstanceNode:
             if now >= member.moved_at + self._limits.unknown_after_seconds:
                 age = now - member.moved_at
                 return f"the loop of rank {_place(coordinate)} has not moved for {age:.1f} s"
-        return "this instance is draining" if self.draining else ""
+        return ""
 
     def loops(self) -> tuple[int, ...]:
         """The loop counter of each rank, in the order of their coordinates."""
-        return tuple(member.loops for _, member in sorted(self.members.items()))
+        return tuple(member.pulse.loops for _, member in sorted(self.members.items()))
 
     def load_report(self, now: float) -> LoadReport:
         """One load per DP rank: that of its first rank, which admits for the others."""
         first: dict[int, Load] = {}
         for coordinate, member in sorted(self.members.items()):
-            first.setdefault(coordinate.dp, member.load)
+            first.setdefault(coordinate.dp, member.pulse.load)
         return LoadReport(
-            self.incarnation, not self.unready(now), self.draining, tuple(first.values())
+            self.incarnation, not self.trouble(now), self.draining, tuple(first.values())
         )
 
     def card(self, now: float) -> InstanceCard:
@@ -267,7 +282,7 @@ class InstanceNode:
             fingerprint=plan.fingerprint or (first.fingerprint if first else ""),
             served_name=first.served_name if first else "",
             max_context=first.max_context if first else 0,
-            ready=not self.unready(now),
+            ready=not self.trouble(now),
             draining=self.draining,
         )
 

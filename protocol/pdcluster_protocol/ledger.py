@@ -31,6 +31,8 @@ from pdcluster_protocol.story import Stories, Transition
 from pdcluster_protocol.table import Table
 from pdcluster_protocol.topology import Parallelism
 
+TAKES_NOTHING_NEW: Final = "this engine takes nothing new"
+
 
 class Clock(StrEnum):
     """The separate clocks of a room; the error names the one that ran out."""

@@ -270,7 +270,9 @@ class InstanceCard(msgspec.Struct, frozen=True):
     served_name: str = ""
     max_context: int = 0
     ready: bool = False
+    """Its ranks are linked and move."""
     draining: bool = False
+    """It goes on with what it has begun and takes nothing new."""
 
 
 # --- engine and its own sidecar -----------------------------------------------------------------
@@ -362,11 +364,12 @@ class CancelLeg(msgspec.Struct, frozen=True, tag="PD_CANCEL"):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag="PD_PULSE"):
-    """Engine → sidecar, twice a second: the owner's loop counter, and the load."""
+    """Engine → sidecar, twice a second and when a drain goes on: loop counter and load."""
 
     loops: int
     load: Load
     rooms: int = 0
+    draining: bool = False
 
 
 class DumpRequested(msgspec.Struct, frozen=True, tag="PD_DUMP"):
@@ -383,9 +386,11 @@ class DumpAnswered(msgspec.Struct, frozen=True, tag="PD_DUMPED"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="PD_DRAIN"):
-    """Sidecar → engine: take nothing new."""
+    """Sidecar → engine: take nothing new, since a rank of the instance drains."""
 
     reason: Reason
+    done: bool = False
+    """No rank has a room left: who was asked to stop ends no other's rooms by it."""
 
 
 EngineToSidecar = EngineHello | Resolve | Outbound | Pulse | DumpAnswered

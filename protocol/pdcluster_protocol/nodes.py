@@ -34,7 +34,7 @@ from pdcluster_protocol.events import (
 )
 from pdcluster_protocol.fencing import Fencing
 from pdcluster_protocol.ids import Key
-from pdcluster_protocol.ledger import Clock, Ledger, NodeSetup
+from pdcluster_protocol.ledger import TAKES_NOTHING_NEW, Clock, Ledger, NodeSetup
 from pdcluster_protocol.messages import KVPoll, Load, NodeMessage, PeerState
 from pdcluster_protocol.pages import page_runs
 from pdcluster_protocol.push.decode_rooms import DecodeRooms
@@ -77,6 +77,9 @@ class Side(Protocol):
 
     def due(self, clock: Clock, key: Key) -> None:
         """A clock ran out."""
+
+    def drained(self, reason: Reason) -> None:
+        """Nothing new is taken from now on."""
 
     def transport_lost(self, rank: int) -> None:
         """A rank's transport is gone."""
@@ -280,6 +283,7 @@ class Node:
                 ledger.ranks[event.rank].address = event.address
             case Drained():
                 ledger.draining = event.reason
+                self.side.drained(event.reason)
             case TransportReady():
                 ledger.transport_ready(event.rank, event.session, event.base_address)
                 self.side.transport_ready(event.rank)
@@ -323,7 +327,7 @@ class Node:
         """Why a leg cannot be taken, found before anything is queued."""
         ledger = self.ledger
         if ledger.draining is not None:
-            return ledger.draining, "this engine takes nothing new"
+            return ledger.draining, TAKES_NOTHING_NEW
         too_large = self._too_large(leg)
         if too_large:
             return Reason.TOO_LARGE, too_large

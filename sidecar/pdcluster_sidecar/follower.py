@@ -110,6 +110,10 @@ class FollowerRelay(Relay):
                 self.ended.remove(death)
         self._asked_at |= dict.fromkeys(report.questions, self._loop.time())
 
+    def drains(self) -> None:
+        """A rank here drains: the leader tells everybody."""
+        self._wake()
+
     def died(self, death: InstanceDied) -> None:
         """The instance ended here: the leader tells everybody."""
         self.ended.append(death)
@@ -278,6 +282,8 @@ class Follower:
                 self._dumps.remove(dump)
         if answer.over and ranks.instance.incarnation == report.incarnation:
             ranks.end(f"incarnation {report.incarnation} is over at the leader")
+        else:
+            ranks.leader_drains(answer.drain)
         self._missing = answer.missing
         sessions = {hello.coordinate: hello.session for hello in report.hellos}
         for place, word in answer.answers:

@@ -20,6 +20,7 @@ from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.instance import InstanceNode, InstancePlan
 from pdcluster_protocol.messages import (
     CancelLeg,
+    Drain,
     DumpAnswered,
     DumpRequested,
     EngineHello,
@@ -40,6 +41,7 @@ from pdcluster_protocol.topology import RankCoordinate
 from pdcluster_sidecar.context import Context
 from pdcluster_sidecar.link import Link
 from pdcluster_sidecar.pods import Pods
+from pdcluster_sidecar.standing import Standing
 from pdcluster_sidecar.telemetry import Dropped
 
 HELLO_AGAIN_SECONDS: Final = 0.1
@@ -69,6 +71,9 @@ class RankListener(Protocol):
     def renewed(self) -> None:
         """A rank came again through another sidecar of ours."""
 
+    def drains(self) -> None:
+        """The instance takes nothing new."""
+
 
 class Upstream(Protocol):
     """The leader, as a pod that does not lead sees it."""
@@ -93,6 +98,7 @@ class Ranks:
     def __init__(self, context: Context) -> None:
         self.plan = _plan(context)
         self.instance = InstanceNode(self.plan, context.limits)
+        self.standing = Standing(self.instance, leads=self.plan.node == 0)
         self.pods = Pods(context.session, context.metrics)
         """The other pods; none unless this one leads several."""
         self.upstream: Upstream | None = None
@@ -133,7 +139,8 @@ class Ranks:
             case Resolve():
                 self.listener.asked(link, RankAddress(message.host, message.port))
             case Pulse():
-                self._pulsed(link, message)
+                if link.coordinate is not None:
+                    self.pulsed(link.coordinate, message)
             case DumpAnswered():
                 self._described(message)
             case EngineHello():
@@ -164,6 +171,7 @@ class Ranks:
         )
         if answer.refused:
             return answer
+        self.standing.wake()
         if self._config.role is Role.PREFILL:
             self._register(hello, answer, begin=before != answer.incarnation)
         if pod is not None:
@@ -204,6 +212,7 @@ class Ranks:
         self._links.clear()
         self._by_port.clear()
         self.registry.forget()
+        self.standing.reset()
         self._metrics.set_ranks(0)
         if ended:
             self._metrics.engine_deaths.inc()
@@ -214,6 +223,30 @@ class Ranks:
             link.coordinate = None
             link.close("another rank of the instance died")
 
+    # --- draining -------------------------------------------------------------------------------
+
+    def pulsed(self, coordinate: RankCoordinate, pulse: Pulse) -> None:
+        """A rank of this or of another pod tells that it lives, and whether it drains."""
+        self.instance.pulse(coordinate, pulse, self._loop.time())
+        order = self.standing.order
+        link = self._links.get(coordinate)
+        if link is not None and order is not None and (order.done or not pulse.draining):
+            # It came late, or did not hear it.
+            link.send(order)
+        self._drain_on()
+
+    def leader_drains(self, order: Drain | None) -> None:
+        """The leader's word on the drain of all pods."""
+        self.standing.hear(order)
+        self._drain_on()
+
+    def _drain_on(self) -> None:
+        order = self.standing.news()
+        if order is not None:
+            self._log.info("instance drains", reason=order.reason, done=order.done)
+            self.to_own(order)
+            self.listener.drains()
+
     # --- what is said to them -------------------------------------------------------------------
 
     def to_all(self, message: PeerChanged | CancelLeg) -> int:
@@ -221,7 +254,7 @@ class Ranks:
         self.pods.order(message)
         return self.to_own(message) + len(self.instance.members) - len(self._links)
 
-    def to_own(self, message: PeerChanged | CancelLeg) -> int:
+    def to_own(self, message: PeerChanged | CancelLeg | Drain) -> int:
         """Tell the ranks of this pod; gives how many were told."""
         sent = 0
         for link in self._links.values():
@@ -259,10 +292,6 @@ class Ranks:
         return own | await others
 
     # --- details --------------------------------------------------------------------------------
-
-    def _pulsed(self, link: Link, pulse: Pulse) -> None:
-        if link.coordinate is not None:
-            self.instance.pulse(link.coordinate, pulse, self._loop.time())
 
     def _described(self, answer: DumpAnswered) -> None:
         waiting = self._dumps.pop(answer.request, None)

@@ -117,6 +117,12 @@ class Relay:
             if peer.state is not PeerState.DEAD:
                 self._spawn(self.resolver.greet(peer))
 
+    def drains(self) -> None:
+        """Our instance takes nothing new: its peers hear it before the next ping is due."""
+        for peer in self.peers.all():
+            if peer.state is not PeerState.DEAD:
+                self.ping(peer)
+
     def died(self, death: InstanceDied) -> None:
         """Our instance ended: every peer learns it now, and again in case it was lost."""
         self._ranks.pods.order(death)

@@ -4,6 +4,9 @@ The answer comes from a signed hello, in which both sides learn each other's car
 shapes bytes before any page is reserved. It is kept per address while that incarnation lives. A
 host that does not answer a hello is asked for `/route` only where interop allows plain peers: an
 address from a request must not make us call whatever is there.
+
+An instance that drains is named too. It finishes the rooms whose leg it has taken, and refuses the
+others by name itself: only it knows which are which.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class Resolver:
         peer = self._peers.of_bootstrap(address)
         if peer is None or peer.state is not PeerState.ALIVE or peer.told != told(ours):
             return None
-        if peer.draining or not peer.card.ready:
+        if not peer.card.ready:
             return None
         return _answer(address, ours, peer.card)
 
@@ -131,7 +134,7 @@ def _answer(address: RankAddress, ours: InstanceCard, theirs: InstanceCard) -> R
         detail = f"{theirs.instance} at {address} has the role {theirs.role}; it must be prefill"
         return _refusal(address, Reason.INVALID_REQUEST, detail)
     if not theirs.ready:
-        detail = f"{theirs.instance} at {address} is not ready or draining"
+        detail = f"{theirs.instance} at {address} is not ready"
         return _refusal(address, Reason.NOT_READY, detail)
     return Resolved(address.host, address.port, theirs, trusted=not plain)
 

@@ -139,6 +139,7 @@ class Sidecar:
         return self._connections.admit(cast("web.Server", self._runner.server))
 
     async def _close(self) -> None:
+        self._ranks.standing.close()
         await self._links.close()
         if self._server is not None:
             self._server.close()

@@ -290,6 +290,9 @@ class DecodeRooms:
 
     # --- transport and peers ---
 
+    def drained(self, _reason: Reason) -> None:
+        """Whoever was let in goes on, also one that waits for pages."""
+
     def transport_lost(self, rank: int) -> None:
         """A rank's mapping is gone: what was verified in it must be verified again."""
         for operation in [n for n, (_, own) in self._verifications.items() if own == rank]:

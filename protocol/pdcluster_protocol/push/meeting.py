@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from pdcluster_protocol.admission import Need
 from pdcluster_protocol.errors import LayoutMismatch, Reason
-from pdcluster_protocol.ledger import Clock, Ledger
+from pdcluster_protocol.ids import Key
+from pdcluster_protocol.ledger import TAKES_NOTHING_NEW, Clock, Ledger
 from pdcluster_protocol.messages import Accepted, KVPoll
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.destinations import Destination
@@ -18,6 +19,7 @@ from pdcluster_protocol.push.pairing import Arrived, Pairing, Refusal
 from pdcluster_protocol.push.prefill_ends import PrefillEnds
 from pdcluster_protocol.push.prefill_room import PrefillRoom
 from pdcluster_protocol.push.sender import SENDER, SenderState, SenderTrigger
+from pdcluster_protocol.ranks import Lane
 
 
 class Meeting:
@@ -57,8 +59,19 @@ class Meeting:
             if buried is None or buried.status != KVPoll.SUCCESS:
                 reason = buried.reason if buried else Reason.STALE_ATTEMPT
                 self._ends.farewells.say(key, (lane,), reason=reason, detail="concluded")
+        elif ledger.draining is not None:
+            self._turn_away(key, (lane,), ledger.draining)
         elif self._pairing.wait(arrived):
             ledger.send(lane, Accepted(key, lane.rank))
+
+    def close_door(self, reason: Reason) -> None:
+        """No leg comes any more: whoever waits for one hears it now."""
+        for key in self._pairing.waiting_keys():
+            waiting = self._pairing.take(key, attempt_known=True)
+            self._turn_away(key, tuple(arrived.lane for arrived in waiting), reason)
+
+    def _turn_away(self, key: Key, lanes: tuple[Lane, ...], reason: Reason) -> None:
+        self._ends.farewells.say(key, lanes, reason=reason, detail=TAKES_NOTHING_NEW)
 
     def _pair(self, room: PrefillRoom, arrived: Arrived) -> None:
         ledger, lane, metadata = self._ledger, arrived.lane, arrived.metadata

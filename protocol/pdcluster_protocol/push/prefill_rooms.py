@@ -259,6 +259,10 @@ class PrefillRooms:
 
     # --- transport and peers ---
 
+    def drained(self, reason: Reason) -> None:
+        """No leg is taken any more, so early metadata waits for nothing."""
+        self._meeting.close_door(reason)
+
     def transport_lost(self, rank: int) -> None:
         """A rank's transfer process is gone: what was outstanding may or may not have landed."""
         self.writing.forget_rank(rank)

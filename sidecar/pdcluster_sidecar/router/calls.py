@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from typing import Final
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 from yarl import URL
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner, HttpVerifier
-from pdcluster_protocol.control_api import AbortRequest, LoadReport, decode_body
+from pdcluster_protocol.control_api import (
+    HELD_SECONDS,
+    AbortRequest,
+    LoadReport,
+    decode_body,
+)
 from pdcluster_protocol.errors import PDClusterError, Reason, RemoteProtocolError, WireError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.messages import InstanceCard
@@ -78,6 +84,18 @@ class SidecarCalls:
             CallFailed, WireError: by what is wrong.
         """
         _, raw, _ = await self._call("GET", address, "/pd/v1/load", b"")
+        return decode_body(raw, LoadReport)
+
+    async def held_load(self, address: RankAddress, incarnation: str) -> LoadReport:
+        """The same, as soon as this incarnation is not ready any more, else after a while.
+
+        Raises:
+            CallFailed, WireError: by what is wrong.
+        """
+        target = f"/pd/v1/load?while_ready={quote(incarnation, safe='')}"
+        _, raw, _ = await self._call(
+            "GET", address, target, b"", seconds=CALL_SECONDS + HELD_SECONDS
+        )
         return decode_body(raw, LoadReport)
 
     async def tokenizer(self, address: RankAddress) -> TokenizerAnswer:

@@ -1,10 +1,11 @@
-"""What is known of the replicas: one watch per member, each second, and what follows from it.
+"""What is known of the replicas: one watch per member, and what follows from it.
 
-A member is used after its signed hello, while its load reports come and say that it is ready. A
-report of another incarnation, or of none, means that the engine which we knew is dead: everybody
-who uses it is told at once. Silence, or saying that
-it is not ready, is less: after `unknown_after_seconds` nothing new goes there,
-after `dead_after_seconds` its sequences must show progress of their own.
+A member is used after its signed hello, while its load reports come and say that it is ready. While
+it is used the call for a report is held there for a second, and answered at once when something
+changes. A report of another incarnation, or of none, means that the engine which we knew is dead:
+everybody who uses it is told at once. One that drains gets nothing new, and what runs there goes
+on. Silence, or saying that it is not ready, is less: after `unknown_after_seconds` nothing new goes
+there, after `dead_after_seconds` its sequences must show progress of their own.
 
 A leg that was refused or lost marks its member as blamed: it gets nothing new until the next
 successful report, so that a retry does not run into the same wall. A client's error blames nobody.
@@ -45,6 +46,8 @@ class Calls(Protocol):
 
     async def load(self, address: RankAddress) -> LoadReport: ...
 
+    async def held_load(self, address: RankAddress, incarnation: str) -> LoadReport: ...
+
     async def tokenizer(self, address: RankAddress) -> TokenizerAnswer: ...
 
 
@@ -72,6 +75,7 @@ class Watched:
         "card",
         "codec",
         "heard_at",
+        "hold",
         "hurry",
         "member",
         "problem",
@@ -93,6 +97,8 @@ class Watched:
         self.blamed_at: float | None = None
         self.hurry = asyncio.Event()
         """Look again at once."""
+        self.hold: asyncio.Timeout | None = None
+        """Around a call that is held."""
         self.silence_told = False
         self.problem = "no hello yet"
 
@@ -107,6 +113,13 @@ class Watched:
             and self.heard_at is not None
             and now - self.heard_at <= unknown_after_seconds
         )
+
+    def look_again(self) -> None:
+        """Do not wait for the next look, nor for one that is held."""
+        self.hurry.set()
+        hold, self.hold = self.hold, None
+        if hold is not None:
+            hold.reschedule(asyncio.get_running_loop().time())
 
     def forget(self) -> None:
         """The incarnation that was known is gone."""
@@ -171,12 +184,12 @@ class Members:
         if (watched := self._watched.get(instance)) is not None:
             watched.blamed_at = self._now()
             self._changed()
-            watched.hurry.set()
+            watched.look_again()
 
     def hurry(self) -> None:
         """Look at every member again at once."""
         for watched in self._watched.values():
-            watched.hurry.set()
+            watched.look_again()
 
     def sidecar(self, instance: str) -> RankAddress:
         """Where aborts for this member go."""
@@ -225,34 +238,58 @@ class Members:
     # --- the watch of one member ----------------------------------------------------------------
 
     async def _watch(self, watched: Watched) -> None:
+        hurried = False
         while True:
-            await self._visit(watched)
-            now = self._now()
-            unknown_after = self._limits.unknown_after_seconds
-            ready = watched.usable(now, unknown_after_seconds=unknown_after)
-            await _wait_set(watched.hurry, POLL_SECONDS if ready else POLL_NOT_READY_SECONDS)
-            if watched.hurry.is_set():
+            began_at = self._now()
+            held = self._is_usable(watched) and not hurried
+            await self._visit(watched, held=held)
+            usable = self._is_usable(watched)
+            if held or not usable:
+                # A sidecar that holds no calls is not asked more often than one that does.
+                pause_seconds = POLL_SECONDS if usable else POLL_NOT_READY_SECONDS
+                await _wait_set(watched.hurry, began_at + pause_seconds - self._now())
+            hurried = watched.hurry.is_set()
+            if hurried:
                 watched.hurry.clear()
                 # Its sidecar may learn of a death a moment after us.
                 await asyncio.sleep(HURRY_SECONDS)
 
-    async def _visit(self, watched: Watched) -> None:
+    def _is_usable(self, watched: Watched) -> bool:
+        unknown_after = self._limits.unknown_after_seconds
+        return watched.usable(self._now(), unknown_after_seconds=unknown_after)
+
+    async def _visit(self, watched: Watched, *, held: bool) -> None:
         """One look at a member; what goes wrong is its problem, never the watch's."""
         problem = ""
         began_at = self._now()
         try:
             if watched.card is None:
                 await self._greet(watched)
-            report = await self._calls.load(watched.address)
+            report = await self._ask(watched, held=held)
+            if report is None:
+                return
             if watched.blamed_at is not None and watched.blamed_at < began_at:
                 watched.blamed_at = None
             self._take_report(watched, report)
+            problem = "it is draining" if report.draining else ""
         except PDClusterError as error:
             problem = error.detail
             self._note_silence(watched)
         if problem != watched.problem:
             watched.problem = problem
             log.info("member_changed", peer=watched.member.instance, detail=problem or "heard")
+
+    async def _ask(self, watched: Watched, *, held: bool) -> LoadReport | None:
+        """Its report, where it may be held as soon as there is news; None: ask again at once."""
+        if not held or watched.card is None:
+            return await self._calls.load(watched.address)
+        try:
+            async with asyncio.timeout(None) as watched.hold:
+                return await self._calls.held_load(watched.address, watched.card.incarnation)
+        except TimeoutError:
+            return None
+        finally:
+            watched.hold = None
 
     async def _greet(self, watched: Watched) -> None:
         card = await self._calls.hello(watched.address, self._ours)

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from pdcluster_protocol.authentication import HEADER, HttpSigner
-from pdcluster_protocol.control_api import AbortRequest, decode_body
+from pdcluster_protocol.control_api import HELD_SECONDS, AbortRequest, decode_body
 from pdcluster_protocol.errors import (
     InvalidRequest,
     NotReady,
@@ -68,8 +68,11 @@ class _Control:
         signature = self._signer.sign_answer(request.headers[HEADER], body)
         return web.Response(body=body, content_type="application/json", headers={HEADER: signature})
 
-    async def load(self, _: web.Request) -> web.Response:
-        """What each DP rank can still take."""
+    async def load(self, request: web.Request) -> web.Response:
+        """What each DP rank can still take; held while all is as the caller knows it."""
+        incarnation = request.query.get("while_ready", "")
+        if incarnation:
+            await self._ranks.standing.while_ready(incarnation, HELD_SECONDS)
         now = asyncio.get_running_loop().time()
         return _json(self._ranks.instance.load_report(now))
 
@@ -108,7 +111,8 @@ def _describe(
         "role": card.role,
         "incarnation": card.incarnation,
         "session": card.session,
-        "ready": card.ready,
+        "ready": card.ready and not card.draining,
+        "draining": card.draining,
         "node": ranks.plan.node,
         "unready": ranks.unready(),
         "fingerprint": card.fingerprint,
@@ -121,9 +125,10 @@ def _describe(
                 "tp_rank": place.tp,
                 "pp_rank": place.pp,
                 "node": member.pod.node,
-                "loops": member.loops,
+                "loops": member.pulse.loops,
                 "moved_seconds_ago": round(now - member.moved_at, 3),
-                "load": member.load,
+                "load": member.pulse.load,
+                "draining": member.pulse.draining,
                 # Its own JSON as it is; null while it does not answer.
                 "engine": _raw(engines.get(place)),
             }

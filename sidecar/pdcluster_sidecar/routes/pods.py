@@ -73,7 +73,7 @@ class _Pods:
             if member is None or member.pod != report.pod:
                 missing.append(place)
             else:
-                instance.pulse(place, pulse, now)
+                ranks.pulsed(place, pulse)
         for address in report.questions:
             self._relay.asked(pod, address)
         for dump in report.dumps:
@@ -84,6 +84,7 @@ class _Pods:
             over=over,
             answers=answers,
             missing=() if over else tuple(missing),
+            drain=None if over else ranks.standing.order,
         )
 
     def _require_ours(self, request: web.Request, instance: str, pod: PodCard) -> None:

@@ -54,6 +54,9 @@ class Calls:
         self.down = False
         self.tokenizers = 0
         self.turns = 0
+        self.held = 0
+        """Calls that wait for news."""
+        self.news = asyncio.Event()
         self.turned = asyncio.Condition()
         self.answering = asyncio.Event()
         self.answering.set()
@@ -70,6 +73,18 @@ class Calls:
         if self.down:
             raise CallFailed("it does not answer")
         return self.report
+
+    async def held_load(self, address: RankAddress, incarnation: str) -> LoadReport:
+        """Held until the watch or a test ends it."""
+        assert incarnation in {"i1", "i2"}
+        self.held += 1
+        try:
+            async with self.turned:
+                self.turned.notify_all()
+            await self.news.wait()
+            return await self.load(address)
+        finally:
+            self.held -= 1
 
     async def tokenizer(self, address: RankAddress) -> TokenizerAnswer:
         self.tokenizers += 1
