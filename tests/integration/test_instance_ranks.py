@@ -11,6 +11,7 @@ import pytest
 
 from pdcluster_protocol.ids import Role
 from support.cluster import PairCluster
+from support.drains import drain_while_busy
 from support.model_runs import PagedModel
 from support.ranked import (
     MODEL,
@@ -94,6 +95,27 @@ async def test_the_death_of_one_ranks_engine_ends_its_whole_instance_and_no_othe
     assert any(end.error is not None for end in ended) or role is Role.PREFILL
     await wait_whole(cluster, {name: before[name] + 1 for name in (zero, one)})
     after = restarts(cluster)
+    assert {name: before[name] for name in others} == {name: after[name] for name in others}
+    await ask_all(cluster, PROMPTS[:8], parallel=8)
+    await cluster.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("role", "told"), [(Role.DECODE, (1,)), (Role.PREFILL, (0, 1))], ids=["one rank", "the pod"]
+)
+async def test_an_instance_that_is_told_to_stop_fails_no_request(
+    cluster: PairCluster, role: Role, told: tuple[int, ...]
+) -> None:
+    before = restarts(cluster)
+    ranks = engines(cluster, role)[:2]
+    seen = await drain_while_busy(cluster, ranks, [ranks[index].name for index in told])
+
+    assert [] == [end for end in seen.ended if end.error is not None or not end.clear]
+    assert 0 == seen.refused_late
+    assert {0} == {seen.exits[ranks[index].name] for index in told}
+    await wait_whole(cluster, {rank.name: before[rank.name] + 1 for rank in ranks})
+    after = restarts(cluster)
+    others = set(before) - {rank.name for rank in ranks}
     assert {name: before[name] for name in others} == {name: after[name] for name in others}
     await ask_all(cluster, PROMPTS[:8], parallel=8)
     await cluster.wait_idle()

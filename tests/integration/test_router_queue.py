@@ -10,11 +10,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from pdcluster_protocol.authentication import HEADER
 from pdcluster_protocol.ids import Role
 from pdcluster_protocol.limits import Timeouts
-from support.canned import CannedWorker, World, answer, never, pair_of_workers, refuse, world
+from support.canned import CannedWorker, Leg, World, answer, never, pair_of_workers, refuse, world
 
 QUICK = Timeouts(queue_seconds=0.3, bootstrap_seconds=5, stall_seconds=5)
 
@@ -89,6 +90,48 @@ async def test_a_pair_that_never_comes_ends_as_no_pair(tmp_path: Path) -> None:
 
             assert (503, "NoPair") == (status, body["error"]["code"])
             assert "1" == headers["Retry-After"]
+
+
+async def test_where_all_members_of_a_role_drain_the_answer_names_them(tmp_path: Path) -> None:
+    async with world(tmp_path, timeouts=QUICK) as here:
+        here.decode.draining = True
+        await wait_unusable(here, here.decode)
+        status, headers, body = await complete(here)
+
+        assert (503, "NoPair") == (status, body["error"]["code"])
+        assert body["error"]["message"].endswith("0.3 s; c-decode-0: it is draining")
+        assert "1" == headers["Retry-After"]
+        assert [] == here.decode.legs
+        async with aiohttp.ClientSession() as session, session.get(f"{here.url}/ready") as ready:
+            assert (503, True) == (ready.status, "it is draining" in await ready.text())
+
+
+async def test_what_runs_at_a_member_that_drains_goes_on(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        finish = asyncio.Event()
+
+        async def late(leg: Leg, request: web.Request) -> web.StreamResponse:
+            await finish.wait()
+            return await answer(leg, request)
+
+        here.decode.behaviour = late
+        running = asyncio.create_task(complete(here))
+        await here.decode.wait_for(lambda: len(here.decode.legs) == 1)
+        here.prefill.draining = here.decode.draining = True
+        await wait_unusable(here, here.decode)
+        finish.set()
+
+        assert 200 == (await running)[0]
+        assert [] == here.decode.aborts
+
+
+async def wait_unusable(here: World, worker: CannedWorker) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            _, views = await signed(here, "GET", "/pd/v1/members")
+            [view] = [v for v in views["members"] if v["instance"] == worker.instance]
+            if not view["usable"]:
+                return
 
 
 async def test_a_request_waits_for_the_first_pair(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class CannedWorker:
         self.fingerprint = fingerprint
         self.incarnation = f"{self.instance}-i1"
         self.ready = True
+        self.draining = False
         self.silent = False
         self.load = Load(pages_free=100, pages_total=100, sequences_max=16)
         self.behaviour: Behaviour = answer
@@ -195,7 +196,7 @@ class CannedWorker:
         if self.silent:
             raise web.HTTPServiceUnavailable
         loads = tuple(self.load for _ in range(self.dp))
-        report = LoadReport(self.incarnation, self.ready, False, loads)
+        report = LoadReport(self.incarnation, self.ready, self.draining, loads)
         return web.Response(body=msgspec.json.encode(report))
 
     async def _tokenizer(self, request: web.Request) -> web.Response:

@@ -217,24 +217,24 @@ class PairCluster:
 
     async def dump(self, role: Role) -> dict[str, Any]:
         """What the role's engine tells of itself; empty while its sidecar gets no answer."""
-        ranks = (await self._dump(self.address(role, "sidecar")))["ranks"]
+        ranks = (await self.ask(self.address(role, "sidecar")))["ranks"]
         return (ranks and ranks[0]["engine"]) or {}
 
     async def dumps(self, role: Role | None = None) -> list[dict[str, Any]]:
         """What every rank of every pod tells of itself; an empty one tells nothing now."""
         pods = [process for process in self.specs("sidecar") if role in {None, process.role}]
         urls = [process.ready_url.rpartition("/")[0] for process in pods]
-        dumps = await asyncio.gather(*map(self._dump, urls))
+        dumps = await asyncio.gather(*map(self.ask, urls))
         return [
             rank["engine"] or {} for dump in dumps for rank in dump["ranks"] or [{"engine": {}}]
         ]
 
-    async def _dump(self, url: str) -> dict[str, Any]:
-        target = "/pd/v1/dump"
+    async def ask(self, url: str, target: str = "/pd/v1/dump") -> dict[str, Any]:
+        """What a sidecar, or a router's admin port, answers to a signed question."""
         headers = {HEADER: self._signer.sign("GET", target, b"", authority=urlsplit(url).netloc)}
         _, raw = await _exchange("GET", url + target, headers=headers)
-        dump: dict[str, Any] = json.loads(raw)
-        return dump
+        answer: dict[str, Any] = json.loads(raw)
+        return answer
 
     async def post(self, path: str, body: bytes | dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """One plain request to the router, answered with JSON."""

@@ -58,6 +58,8 @@ class FakeEngine:
         self.hello = hello_of(config, **changes)
         self.answer: HelloAnswer | None = None
         self.loops = 0
+        self.rooms = 0
+        self.draining = False
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._frames = FrameReader()
@@ -103,8 +105,14 @@ class FakeEngine:
                     return found
                 await self._changed.wait()
 
-    def has(self, kind: type[SidecarToEngine]) -> bool:
-        return any(isinstance(message, kind) for message in self._inbox)
+    def has(self, kind: type[SidecarToEngine], like: SidecarToEngine | None = None) -> bool:
+        found = [message for message in self._inbox if isinstance(message, kind)]
+        return bool(found) if like is None else like in found
+
+    def pulse(self, *, draining: bool, rooms: int = 0) -> None:
+        """Say at once, and from now on, whether it drains and how many rooms it has."""
+        self.draining, self.rooms = draining, rooms
+        self._say_pulse()
 
     def hang(self) -> None:
         """Keep the link, but let the loop counter stand still."""
@@ -126,9 +134,13 @@ class FakeEngine:
 
     async def _pulse(self) -> None:
         while True:
-            self.loops += 1
-            self.send(Pulse(self.loops, Load(pages_free=7)))
+            self._say_pulse()
             await _turn(0.2)
+
+    def _say_pulse(self) -> None:
+        self.loops += 1
+        load = Load(pages_free=7, rooms_open=self.rooms)
+        self.send(Pulse(self.loops, load, self.rooms, self.draining))
 
 
 def hello_of(config: SidecarConfig, **changes: Any) -> EngineHello:

@@ -78,7 +78,7 @@ class Router:
         routes = Routes(
             config,
             self._front.compute,
-            lambda: self._admission.has_pair(None),
+            self._shortage,
             created_seconds=time.time_ns() // 1_000_000_000,
         )
         self._server = Server(
@@ -190,6 +190,9 @@ class Router:
         watch("pdcluster_in_flight", "Sequences that run", self._count_in_flight)
         watch("pdcluster_client_connections", "Open connections of clients", self._count_clients)
         watch("pdcluster_aborts_undelivered", "Aborts that reached no sidecar", self._count_lost)
+
+    def _shortage(self) -> str:
+        return "" if self._admission.has_pair(None) else self._members.shortage()
 
     def _member_reported(self) -> None:
         self._reported.set()

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
-import msgspec
 import structlog
 
 from pdcluster_protocol.config import Member, RouterConfig
@@ -29,10 +28,13 @@ from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import WIRE_VERSION_MAX, WIRE_VERSION_MIN, InstanceCard
 from pdcluster_sidecar.router.pick import Candidate, Group, Slot, form_groups
 from pdcluster_sidecar.router.tokens import Codec, TokenizerAnswer
+from pdcluster_sidecar.router.watched import MemberView, Watched
 
 POLL_SECONDS: Final = 1.0
 POLL_NOT_READY_SECONDS: Final = 0.25
 """While a member starts, a client may be waiting for it."""
+NAMED_MAX: Final = 8
+"""Members that an answer to a client names."""
 HURRY_SECONDS: Final = 0.05
 """Between blame and the next look."""
 
@@ -49,84 +51,6 @@ class Calls(Protocol):
     async def held_load(self, address: RankAddress, incarnation: str) -> LoadReport: ...
 
     async def tokenizer(self, address: RankAddress) -> TokenizerAnswer: ...
-
-
-class MemberView(msgspec.Struct, frozen=True, kw_only=True):
-    """One member as the admin port shows it."""
-
-    instance: str
-    role: str
-    usable: bool
-    incarnation: str
-    fingerprint: str
-    heard_seconds_ago: float | None
-    problem: str
-    in_flight: tuple[int, ...]
-    report: LoadReport | None
-
-
-class Watched:
-    """One configured member: its card, its newest report, its slots."""
-
-    __slots__ = (
-        "address",
-        "blamed_at",
-        "candidate",
-        "card",
-        "codec",
-        "heard_at",
-        "hold",
-        "hurry",
-        "member",
-        "problem",
-        "report",
-        "silence_told",
-        "slots",
-    )
-
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        self.address = RankAddress(member.host, member.sidecar_port)
-        self.card: InstanceCard | None = None
-        self.report: LoadReport | None = None
-        self.codec: Codec | None = None
-        self.candidate: Candidate | None = None
-        self.slots: tuple[Slot, ...] = ()
-        self.heard_at: float | None = None
-        """When it last said that it is ready."""
-        self.blamed_at: float | None = None
-        self.hurry = asyncio.Event()
-        """Look again at once."""
-        self.hold: asyncio.Timeout | None = None
-        """Around a call that is held."""
-        self.silence_told = False
-        self.problem = "no hello yet"
-
-    def usable(self, now: float, *, unknown_after_seconds: float) -> bool:
-        """Whether new legs may go there."""
-        return (
-            self.candidate is not None
-            and self.report is not None
-            and self.report.ready
-            and not self.report.draining
-            and self.blamed_at is None
-            and self.heard_at is not None
-            and now - self.heard_at <= unknown_after_seconds
-        )
-
-    def look_again(self) -> None:
-        """Do not wait for the next look, nor for one that is held."""
-        self.hurry.set()
-        hold, self.hold = self.hold, None
-        if hold is not None:
-            hold.reschedule(asyncio.get_running_loop().time())
-
-    def forget(self) -> None:
-        """The incarnation that was known is gone."""
-        self.card = None
-        self.candidate = None
-        self.report = None
-        self.slots = ()
 
 
 class Members:
@@ -173,6 +97,20 @@ class Members:
         """The candidates, as they can be paired."""
         self._find_out()
         return self._groups
+
+    def shortage(self) -> str:
+        """Why there is no pair, by the members of each role that has none to offer."""
+        self._find_out()
+        offered = {candidate.role for candidate in self._candidates}
+        named = [
+            f"{each.member.instance}: {each.problem or 'it has not reported in time'}"
+            for each in self._watched.values()
+            if each.member.role not in offered
+        ]
+        if not named:
+            return "the prefill and decode members are of different fingerprints"
+        more = [] if len(named) <= NAMED_MAX else [f"and {len(named) - NAMED_MAX} more"]
+        return "; ".join([*named[:NAMED_MAX], *more])
 
     def codec(self) -> Codec | None:
         """The tokenizer of a usable member, else one that is known from before."""

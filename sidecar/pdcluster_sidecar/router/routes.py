@@ -27,12 +27,13 @@ class Routes:
         self,
         config: RouterConfig,
         compute: Callable[[Exchange, Api], None],
-        ready: Callable[[], bool],
+        shortage: Callable[[], str],
         *,
         created_seconds: int,
     ) -> None:
         self._compute = compute
-        self._ready = ready
+        self._shortage = shortage
+        """Why no pair can be had; "" when one can."""
         self._name = config.served_name
         model = {
             "id": config.served_name,
@@ -70,11 +71,11 @@ class Routes:
             case "/health":
                 exchange.answer(200, b"OK", content_type=b"text/plain")
             case "/ready":
-                if self._ready():
-                    exchange.answer(200, b"OK", content_type=b"text/plain")
-                else:
-                    message = "no prefill and decode of one fingerprint are ready"
+                if why := self._shortage():
+                    message = f"no prefill and decode of one fingerprint are ready; {why}"
                     exchange.fail(Failure.because(Reason.NO_PAIR, message))
+                else:
+                    exchange.answer(200, b"OK", content_type=b"text/plain")
             case _:
                 name = exchange.path.removeprefix(f"{MODELS}/")
                 if name == self._name:

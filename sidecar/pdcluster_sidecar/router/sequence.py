@@ -346,7 +346,8 @@ class Sequence:
         elif self.pair.state is PairState.QUEUED and not self._shared.admission.has_pair(
             self.digest
         ):
-            self._handle(NoPairChosen(Reason.NO_PAIR, _no_pair(self._work.clocks.queue_seconds)))
+            why = _no_pair(self._shared.members, seconds=self._work.clocks.queue_seconds)
+            self._handle(NoPairChosen(Reason.NO_PAIR, why))
         else:
             self._handle(Tick())
 
@@ -367,5 +368,7 @@ def _mint_key(prefill: Place) -> Key:
 _NOT_SERVING: Final = frozenset({Reason.NOT_READY, Reason.SHUTTING_DOWN})
 
 
-def _no_pair(seconds: float) -> str:
-    return f"no prefill and decode of one fingerprint were ready within {seconds:g} s"
+def _no_pair(members: Members, *, seconds: float) -> str:
+    """What a client reads who has waited in vain."""
+    waited = f"no prefill and decode of one fingerprint were ready within {seconds:g} s"
+    return f"{waited}; {members.shortage()}"

@@ -125,6 +125,11 @@ class Watch:
         # As every request does: what it was told must not stay when something changes.
         self.members.candidates()
 
+    async def held(self) -> None:
+        """Until a call is held."""
+        async with asyncio.timeout(10), self.calls.turned:
+            await self.calls.turned.wait_for(lambda: self.calls.held == 1)
+
     def _look(self) -> None:
         self.usable_at_change = [each.incarnation for each in self.members.candidates()]
 
@@ -215,6 +220,45 @@ async def test_who_is_not_ready_or_drains_gets_nothing_new(report: dict[str, Any
 
         assert [] == watch.members.candidates()
         assert [] == watch.told
+
+
+async def test_a_drain_is_known_as_soon_as_the_call_that_is_held_says_so() -> None:
+    async with watching() as watch:
+        await watch.held()
+        watch.change(draining=True)
+        watch.calls.news.set()
+        async with asyncio.timeout(10):
+            while watch.members.candidates():
+                await asyncio.tasks.sleep(0)
+        assert "it is draining" == watch.problem
+        assert "p0: it is draining" == watch.members.shortage()
+        assert [] == watch.told
+
+
+async def test_one_that_drains_for_long_is_not_silent() -> None:
+    async with watching() as watch:
+        watch.change(draining=True)
+        await watch.turn()
+        for _ in range(3):
+            watch.at += 9.0
+            await watch.turn()
+        assert [] == watch.told
+
+
+async def test_blame_and_haste_do_not_wait_for_a_call_that_is_held() -> None:
+    async with watching() as watch:
+        for hurry in (watch.members.hurry, lambda: watch.members.blame("p0")):
+            await watch.held()
+            seen = watch.calls.turns
+            hurry()
+            watch.at += 0.01
+            # Less than the call would be held, and than a pause is long.
+            async with asyncio.timeout(0.9):
+                while watch.calls.turns == seen:
+                    await asyncio.tasks.sleep(0)
+        await watch.held()
+        assert "" == watch.problem
+        assert 1 == len(watch.members.candidates())
 
 
 async def test_another_incarnation_means_that_the_old_one_is_dead() -> None:
