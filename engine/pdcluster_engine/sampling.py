@@ -121,7 +121,9 @@ def generator_seed(seed: int | None, position: int) -> int:
 
 
 def _draw(scores: torch.Tensor, parameters: SamplingParameters, *, position: int) -> int:
-    scores = _truncated(scores / parameters.temperature, parameters)
+    # A tiny repetition penalty or temperature would else make infinite scores, and those no draw.
+    scores = (scores / parameters.temperature).clamp(max=torch.finfo(scores.dtype).max)
+    scores = _truncated(scores, parameters)
     generator = torch.Generator()
     generator.manual_seed(generator_seed(parameters.seed, position))
     probabilities = torch.softmax(scores, dim=-1)

@@ -34,6 +34,17 @@ def test_temperature_zero_takes_the_likeliest_token() -> None:
     assert () == chosen.top_logprobs
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-45, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-5, 1.0])
+def test_the_smallest_penalty_that_is_allowed_repeats_what_was_there(
+    penalty: float, temperature: float
+) -> None:
+    parameters = SamplingParameters(repetition_penalty=penalty, temperature=temperature)
+    scores = torch.tensor([1.0, 2.0, 3.0, -1.0])
+
+    assert 1 == sample(scores, parameters, history=[1, 3], output=(), position=2).token_id
+
+
 def test_the_same_seed_and_position_give_the_same_token_and_others_do_not() -> None:
     scores = torch.zeros(1000)
     parameters = SamplingParameters(seed=42)
