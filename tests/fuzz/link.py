@@ -89,7 +89,7 @@ NODE_MESSAGES = tuple(
 FROM_ENGINE: tuple[EngineToSidecar, ...] = (
     HELLO,
     Resolve("127.64.0.2", 8998),
-    Pulse(9, Load(1, 2, 3, 4, 5, 6, 7), 2),
+    Pulse(9, Load(1, 2, 3, 4, 5, 6, 7), 2, draining=True),
     DumpAnswered(1, b'{"rooms": []}'),
     *(Outbound(PEER, message) for message in NODE_MESSAGES),
 )
@@ -99,7 +99,7 @@ FROM_SIDECAR: tuple[SidecarToEngine, ...] = (
     PeerChanged("i2", PeerState.DEAD, "gone"),
     CancelLeg("rid", KEY, Reason.ABORTED),
     DumpRequested(1),
-    Drain(Reason.SHUTTING_DOWN),
+    Drain(Reason.SHUTTING_DOWN, done=True),
     *(Inbound(message, "i2") for message in NODE_MESSAGES),
 )
 

@@ -54,6 +54,7 @@ class ScriptedNode:
         self.script: dict[type, list[Effect]] = {}
         self.seen: list[Event] = []
         self.due: float | None = None
+        self.rooms = 0
         self.changed = threading.Condition()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -72,7 +73,9 @@ class ScriptedNode:
         return self.due
 
     def load(self) -> Load:
-        return Load(pages_free=7, pages_total=10, pages_quarantined=1, queued=2)
+        return Load(
+            pages_free=7, pages_total=10, pages_quarantined=1, rooms_open=self.rooms, queued=2
+        )
 
     def dump(self) -> dict[str, object]:
         return {"pages": {"free": 7}}
@@ -142,7 +145,9 @@ class FakeCompute:
 class Bench:
     """All parts of an owner thread with fakes at its borders."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self, path: str, *, shared: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.node = ScriptedNode()
         self.transport = FakeTransport()
         self.compute = FakeCompute()
@@ -160,7 +165,14 @@ class Bench:
             telemetry=Telemetry(self.registry),
         )
         self.executor = Executor(self.parts, digests=True)
-        self.loop = OwnerLoop(self.node, self.parts, executor=self.executor, sequences_max=9)
+        self.loop = OwnerLoop(
+            self.node,
+            self.parts,
+            executor=self.executor,
+            sequences_max=9,
+            shared=shared,
+            clock=clock,
+        )
         self.engine = NativeEngine(inbox=self.inbox, legs=self.legs, loop=self.loop)
         self.failure: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)

@@ -51,6 +51,7 @@ class Port:
         self.hello: EngineHello | None = None
         self.hellos = 0
         self.load = Load()
+        self.draining = False
         self.pulses = 0
         self.dumps: list[bytes] = []
 
@@ -168,6 +169,7 @@ class Relay:
                 self._by_address[to].say(Inbound(inner, port.incarnation))
             case Pulse(_, load):
                 port.load = load
+                port.draining = message.draining
                 port.pulses += 1
             case DumpAnswered(_, text):
                 port.dumps.append(text)
