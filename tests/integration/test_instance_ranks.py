@@ -112,6 +112,7 @@ async def test_an_instance_that_is_told_to_stop_fails_no_request(
 
     assert [] == [end for end in seen.ended if end.error is not None or not end.clear]
     assert 0 == seen.refused_late
+    assert seen.probes <= {(503, 200)}
     assert {0} == {seen.exits[ranks[index].name] for index in told}
     await wait_whole(cluster, {rank.name: before[rank.name] + 1 for rank in ranks})
     after = restarts(cluster)

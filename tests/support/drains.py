@@ -26,6 +26,8 @@ class Drained(msgspec.Struct, frozen=True):
     """Every request that ran meanwhile."""
     refused_late: int
     """Legs that the instance refused after its router knew."""
+    probes: set[tuple[int, int]]
+    """What `/ready` and `/health` of its engines said meanwhile, as far as they lived."""
     exits: dict[str, int | None]
     """How the processes that were told ended."""
 
@@ -43,12 +45,13 @@ async def drain_while_busy(
             os.kill(pids[name], signal.SIGTERM)
         await until(lambda: _is_avoided(cluster, ranks[0].instance), "avoided by the router")
         refused = [await _refused(rank) for rank in ranks]
+        probes = {probe for rank in ranks for probe in await _probes(rank)}
         late = await _refused_until_gone(cluster, ranks, pids, refused)
     finally:
         enough.set()
         ended = [end for ends in await asyncio.gather(*clients) for end in ends]
     exits = {p.name: p.last_exit for p in cluster.state().processes if p.name in told}
-    return Drained(ended, late, exits)
+    return Drained(ended, late, probes, exits)
 
 
 async def _ask_on(cluster: PairCluster, number: int, enough: asyncio.Event) -> list[Ended]:
@@ -89,6 +92,19 @@ async def _refused(rank: ProcessSpec) -> int | None:
         return await count(rank, "pdcluster_requests_total", reason="ShuttingDown")
     except aiohttp.ClientError:
         return None
+
+
+async def _probes(rank: ProcessSpec) -> list[tuple[int, int]]:
+    ready_url = rank.ready_url.replace("/health", "/ready")
+    try:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.get(ready_url) as ready,
+            client.get(rank.ready_url) as health,
+        ):
+            return [(ready.status, health.status)]
+    except aiohttp.ClientError:
+        return []
 
 
 async def _refused_until_gone(
