@@ -41,6 +41,7 @@ class Clock(StrEnum):
     STALL = "stall"
     TOTAL = "total"
     REPEAT = "repeat"
+    ACCEPT = "accept"
     ABORT = "abort"
     REWRITE = "rewrite"
     FAREWELL = "farewell"

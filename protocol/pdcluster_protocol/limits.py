@@ -52,6 +52,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frames_max: int = 64
     pages_per_request_max: int = 1 << 20
     runs_per_message_max: int = 256
+    runs_per_status_max: int = 32
+    """So many runs ride in a final status instead of going before it."""
     run_bytes_max: int = 4 << 20
     """A run of pages is cut so that one write is at most this long."""
     writes_in_flight_per_peer: int = 16
@@ -59,6 +61,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link_queue_max: int = 65536
     retransmit_seconds_min: float = 0.2
     retransmit_seconds_max: float = 2.0
+    accept_seconds: float = 0.1
+    """Metadata is answered by what follows from it, or after so long: before its first repeat."""
     rewrite_seconds: float = 1.0
     """After a write that failed: wait so long for the peer's new session, then write again."""
     rewrites_max: int = 6

@@ -131,7 +131,10 @@ class AbortAck(msgspec.Struct, frozen=True, tag="PD_ABORT_ACK"):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="PD_ACCEPTED"):
-    """Prefill → decode: the metadata of this key has arrived; stop repeating it."""
+    """Prefill → decode: the metadata of this key has arrived; stop repeating it.
+
+    Said when nothing else has said so for a while: runs and the status do.
+    """
 
     key: Key
     rank: int
@@ -174,7 +177,11 @@ class Status(msgspec.Struct, frozen=True, tag="PD_STATUS"):
     rank: int
     # ours, in the trailer
     runs: int = 0
-    """With `SUCCESS`: how many runs this rank has announced in all."""
+    """With `SUCCESS`: how many runs this rank has announced in all, with these."""
+    landed: tuple[Run, ...] = ()
+    """With `SUCCESS`: the last ones of them, where they are few, instead of a `RunsLanded`."""
+    epoch: int = 0
+    """Of `landed`."""
     drained: bool = True
     """False: an earlier write of this key ended without proof; decode must fence before re-use."""
     prompt_tokens: int = 0

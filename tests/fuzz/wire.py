@@ -64,6 +64,7 @@ MESSAGES: tuple[frames.Message, ...] = (
     Accepted(KEY, 3),
     RunsLanded(KEY, 3, 9, (Run(0, 0, 5, 2, 8192, 1 << 60), Run(1, 2, 3, 1, 64, 7))),
     Status(KEY, 4, 3, 2, prompt_tokens=100, prompt_digest="fedcba9876543210", reply_to=PEER),
+    Status(KEY, 4, 3, 2, (Run(1, 2, 3, 1, 64, 7),), 9, reply_to=PEER),
     Status(KEY, 0, 3, drained=False, reason="Stalled", detail="no byte for 30 s"),
     Concluded(KEY, 4),
     AuxData(KEY, 1, 2, b"row of sixteen b"),

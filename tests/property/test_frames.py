@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pdcluster_protocol.authentication import FrameSigner, KeyRing
 from pdcluster_protocol.errors import WireError
 from pdcluster_protocol.ids import ATTEMPT_MAX, ROOM_MAX, Key, RankAddress
+from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
     Abort,
     AbortAck,
@@ -81,6 +82,10 @@ def metadata(draw: st.DrawFn) -> TransferMetadata:
     )
 
 
+def runs(*, max_size: int) -> st.SearchStrategy[tuple[Run, ...]]:
+    return st.lists(st.builds(Run, u63, u63, u63, u63, u63, u64), max_size=max_size).map(tuple)
+
+
 messages = st.one_of(
     registrations(),
     metadata(),
@@ -92,6 +97,8 @@ messages = st.one_of(
         st.integers(0, 4),
         u63,
         runs=u63,
+        landed=runs(max_size=Limits().runs_per_status_max),
+        epoch=u63,
         drained=st.booleans(),
         prompt_tokens=u63,
         prompt_digest=texts,
@@ -104,7 +111,7 @@ messages = st.one_of(
         keys,
         u63,
         u63,
-        st.lists(st.builds(Run, u63, u63, u63, u63, u63, u64), max_size=4).map(tuple),
+        runs(max_size=4),
     ),
 )
 

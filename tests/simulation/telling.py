@@ -22,18 +22,18 @@ def _region(region: int) -> str:
     return f"metadata buffer {region - len(LAYOUT.regions)}"
 
 
-def _runs(message: msg.RunsLanded) -> str:
-    runs = message.runs
+def _runs(runs: tuple[msg.Run, ...]) -> str:
     names = ", ".join(f"{_region(r.region)} page {r.first_page}+{r.pages}" for r in runs[:2])
     more = f" and {len(runs) - 2} more" if len(runs) > 2 else ""
-    return f"RUNS landed: {names}{more}"
+    return f"landed: {names}{more}"
 
 
 def _status(message: msg.Status) -> str:
     name = msg.KVPoll(message.status).name
     tail = f", {message.runs} runs" if message.runs else f": {message.reason} ({message.detail})"
+    last = f", {_runs(message.landed)}" if message.landed else ""
     proof = "" if message.drained else ", an earlier write ended without proof"
-    return f"STATUS {name}{tail}{proof}"
+    return f"STATUS {name}{tail}{last}{proof}"
 
 
 MESSAGES: dict[type, Callable[..., str]] = {
@@ -49,7 +49,7 @@ MESSAGES: dict[type, Callable[..., str]] = {
         + ("" if m.drained else ", but a write ended without proof")
     ),
     msg.Accepted: lambda _: "ACCEPTED",
-    msg.RunsLanded: _runs,
+    msg.RunsLanded: lambda m: f"RUNS {_runs(m.runs)}",
     msg.Status: _status,
     msg.Concluded: lambda m: f"CONCLUDED {msg.KVPoll(m.status).name} {m.reason}".rstrip(),
 }

@@ -40,7 +40,7 @@ from pdcluster_protocol.messages import (
 from pdcluster_protocol.push.aborts import Aborts
 from pdcluster_protocol.push.decode_ends import DecodeEnds
 from pdcluster_protocol.push.decode_room import WRITABLE, DecodeRoom
-from pdcluster_protocol.push.landing import Landing
+from pdcluster_protocol.push.landing import Landing, last_runs
 from pdcluster_protocol.push.publishing import Publishing
 from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
 from pdcluster_protocol.push.resolution import Resolution
@@ -177,17 +177,7 @@ class DecodeRooms:
         if room is None or room.state not in WRITABLE:
             self._ledger.count("runs_unknown")
             return
-        if message.epoch != room.epoch:
-            self._ledger.count("runs_stale")
-            return
-        self._alive(room)
-        landing = room.landings[rank]
-        fault = landing.announce(message)
-        self._own_operations(room, rank)
-        if fault:
-            self._ends.fail(room, Reason.WIRE_ERROR, fault)
-        else:
-            self._complete(room)
+        self._landed(room, message, rank)
 
     def status_arrived(self, status: Status, rank: int) -> None:
         """A prefill rank's final word to one of our ranks."""
@@ -206,9 +196,7 @@ class DecodeRooms:
             if status.prompt_digest and (status.prompt_tokens, status.prompt_digest) != ours:
                 self._ends.fail(room, Reason.TOKEN_MISMATCH, "prefill computed other token ids")
                 return
-            self._alive(room)
-            room.landings[rank].succeeded(status)
-            self._complete(room)
+            self._landed(room, last_runs(status, room.epoch), rank, final=status)
         else:
             ledger.count("status_unexpected")
 
@@ -365,6 +353,23 @@ class DecodeRooms:
         """Remember whose the verifications are that one of our ranks has under way."""
         operations = room.landings[rank].operations()
         self._verifications.update(dict.fromkeys(operations, (room.key, rank)))
+
+    def _landed(
+        self, room: DecodeRoom, message: RunsLanded, rank: int, *, final: Status | None = None
+    ) -> None:
+        if message.epoch != room.epoch:
+            self._ledger.count("runs_stale")
+            return
+        self._alive(room)
+        landing = room.landings[rank]
+        fault = landing.announce(message)
+        self._own_operations(room, rank)
+        if fault:
+            self._ends.fail(room, Reason.WIRE_ERROR, fault)
+            return
+        if final is not None:
+            landing.succeeded(final)
+        self._complete(room)
 
     def _alive(self, room: DecodeRoom) -> None:
         self._ledger.set_clock(Clock.STALL, room.key, self._ledger.setup.timeouts.stall_seconds)

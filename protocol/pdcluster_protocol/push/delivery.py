@@ -37,6 +37,8 @@ class Delivery(msgspec.Struct, kw_only=True):
     fresh: list[Run] = []
     """Landed but not yet announced."""
     metadata_planned: bool = False
+    answered: bool = False
+    """Decode has heard, by whatever message, that its metadata has arrived."""
     drained: bool = True
     reading: bool = False
     """A write that failed may still read our pages and bring decode whatever they hold then."""
@@ -49,6 +51,12 @@ class Delivery(msgspec.Struct, kw_only=True):
     def landed(self) -> bool:
         """Whether everything has landed, metadata rows included where this rank sends them."""
         return self.kv_landed and (self.metadata_planned or not self.route.sends_metadata)
+
+    def take_fresh(self) -> list[Run]:
+        """What is to be announced now."""
+        fresh, self.fresh = self.fresh, []
+        self.announced += fresh
+        return fresh
 
     @property
     def kv_landed(self) -> bool:

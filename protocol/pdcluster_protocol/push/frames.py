@@ -53,13 +53,14 @@ from pdcluster_protocol.push.fields import (
     parse_room,
     parse_text,
 )
-from pdcluster_protocol.push.trailers import Extra, Trailer, append
+from pdcluster_protocol.push.trailers import Carried, Extra, Trailer, append
 from pdcluster_protocol.sidecar_messages import SidecarMessage
 
 Message = NodeMessage | SidecarMessage
 _encoder: Final = msgspec.msgpack.Encoder()
 _KEYLESS: Final = Key(0, 0)
 _RUNS_MAX: Final = Limits().runs_per_message_max
+_STATUS_RUNS_MAX: Final = Limits().runs_per_status_max
 
 
 def seal(message: Message, *, signer: FrameSigner, receiver: str, incarnation: str) -> list[bytes]:
@@ -74,8 +75,11 @@ def seal(message: Message, *, signer: FrameSigner, receiver: str, incarnation: s
         signer=signer,
         receiver=receiver,
         incarnation=incarnation,
-        key=getattr(message, "key", None),
-        extra=_extra(message),
+        carried=Carried(
+            getattr(message, "key", None),
+            _extra(message),
+            message.landed if isinstance(message, Status) else (),
+        ),
     )
     return frames
 
@@ -264,11 +268,16 @@ def _decode_abort_ack(content: Sequence[bytes], trailer: Trailer | None) -> Abor
 def _decode_status(content: Sequence[bytes], trailer: Trailer | None) -> Status:
     _at_least(content, 3, "status")
     extra = Extra(trailer)
+    landed = () if trailer is None else trailer.runs
+    if len(landed) > _STATUS_RUNS_MAX:
+        raise WireError(f"status: {len(landed)} runs; at most {_STATUS_RUNS_MAX} are taken")
     return Status(
         key=_key(content[0], trailer),
         status=parse_integer(content[1], "status", high=max(KVPoll)),
         rank=parse_integer(content[2], "rank"),
         runs=extra.number("runs"),
+        landed=landed,
+        epoch=extra.number("epoch"),
         drained=bool(extra.number("drained", default=1)),
         prompt_tokens=extra.number("prompt_tokens"),
         prompt_digest=extra.text("prompt_digest"),
@@ -333,7 +342,15 @@ def _extra(message: Message) -> dict[str, bool | int | str]:
         case TransferMetadata():
             names = ("prompt_tokens", "prompt_digest", "epoch", "mapping")
         case Status():
-            names = ("runs", "drained", "prompt_tokens", "prompt_digest", "reason", "detail")
+            names = (
+                "runs",
+                "epoch",
+                "drained",
+                "prompt_tokens",
+                "prompt_digest",
+                "reason",
+                "detail",
+            )
             if message.reply_to is not None:
                 address = {"reply_host": message.reply_to.host, "reply_port": message.reply_to.port}
                 return {**{name: getattr(message, name) for name in names}, **address}

@@ -155,3 +155,9 @@ class Landing:
             return VerifyRun(operation, offset, run.nbytes, rank)
         pieces = run.nbytes // run.width
         return VerifyRun(operation, offset + run.offset, run.width, rank, pieces, row)
+
+
+def last_runs(status: Status, epoch: int) -> RunsLanded:
+    """What a status announces; one without runs is of no epoch."""
+    of = status.epoch if status.landed else epoch
+    return RunsLanded(status.key, status.rank, of, status.landed)

@@ -82,17 +82,19 @@ class Meeting:
             return
         if room.wire_key is None:
             room.wire_key = metadata.key
+        known = room.deliveries.get(lane)
+        if known is None and room.state is SenderState.BOOTSTRAPPING:
+            self._match(room, arrived, destination)
+            return
         if room.state is not SenderState.DRAINING:
             ledger.send(lane, Accepted(metadata.key, lane.rank))
-        known = room.deliveries.get(lane)
-        if known is not None:
-            if isinstance(destination, Destination) and destination.follows(known.destination):
-                known.retarget(destination)
-                self._retargeted(room, known)
-        elif room.state is SenderState.BOOTSTRAPPING:
-            self._match(room, arrived, destination)
-        else:
+        if known is None:
             ledger.count("metadata_unexpected")
+            return
+        known.answered = True
+        if isinstance(destination, Destination) and destination.follows(known.destination):
+            known.retarget(destination)
+            self._retargeted(room, known)
 
     def _match(
         self, room: PrefillRoom, arrived: Arrived, destination: Destination | LayoutMismatch
@@ -105,6 +107,8 @@ class Meeting:
                 self._ends.farewells.say(key, (arrived.lane,), reason=reason, detail=detail)
                 self._ends.fail(room, reason, detail)
             case None:
+                # Nothing else will be said to a rank that gets no rows.
+                self._ledger.send(arrived.lane, Accepted(arrived.metadata.key, arrived.lane.rank))
                 self._ledger.count("metadata_dummy")
 
     def _add_delivery(self, room: PrefillRoom, delivery: Delivery) -> None:
@@ -116,9 +120,12 @@ class Meeting:
             self._ends.fail(room, Reason.RANK_CONFLICT, detail)
             return
         room.deliveries[delivery.lane] = delivery
+        ledger = self._ledger
+        if not ledger.deadlines.has((Clock.ACCEPT, room.key)):
+            # What follows mostly says it sooner.
+            ledger.set_clock(Clock.ACCEPT, room.key, ledger.setup.limits.accept_seconds)
         if len(room.deliveries) < self._pairing.routes.deliveries(room.mapping):
             return
-        ledger = self._ledger
         ledger.stop_clocks(room.key, (Clock.BOOTSTRAP,))
         ledger.advance(SENDER, room, SenderTrigger.PAGES_KNOWN)
         pages = ledger.setup.layout.pages_for(room.leg.prompt_tokens)

@@ -313,6 +313,8 @@ class PrefillRooms:
                 self._write_again(room)
             case Clock.ABORT:
                 self._ends.overdue(room)
+            case Clock.ACCEPT if room.state is not SenderState.DRAINING:
+                self.writing.accept(room)
             case Clock.REPEAT if room.state is SenderState.PUBLISHED:
                 self.writing.publish(room, repeated=True)
             case _:
@@ -335,7 +337,7 @@ class PrefillRooms:
                 self.writing.write_metadata(room, delivery)
         if room.state is SenderState.FLUSHING and all(d.landed for d in room.deliveries.values()):
             self._ledger.advance(SENDER, room, SenderTrigger.ALL_LANDED)
-            self._ledger.stop_clocks(room.key, (Clock.STALL, Clock.REWRITE))
+            self._ledger.stop_clocks(room.key, (Clock.STALL, Clock.REWRITE, Clock.ACCEPT))
             self.writing.publish(room, repeated=False)
 
     def _retargeted(self, room: PrefillRoom, known: Delivery) -> None:

@@ -16,7 +16,7 @@ from pdcluster_protocol.authentication import MAC_BYTES, FrameSigner, Stamp
 from pdcluster_protocol.errors import WireError
 from pdcluster_protocol.ids import ATTEMPT_MAX, Key
 from pdcluster_protocol.limits import Limits
-from pdcluster_protocol.messages import WIRE_VERSION_MAX, WIRE_VERSION_MIN
+from pdcluster_protocol.messages import WIRE_VERSION_MAX, WIRE_VERSION_MIN, Run
 from pdcluster_protocol.undecodable import UNDECODABLE
 
 TRAILER_BYTES_MAX: Final = 8192
@@ -39,6 +39,16 @@ class Trailer(msgspec.Struct, frozen=True, array_like=True, tag=_TAG):
     """None for what belongs to no room."""
     extra: dict[str, bool | int | str] = {}
     """Our fields of a message that SGLang has frames for."""
+    runs: tuple[Run, ...] = ()
+    """That landed last, behind a final status."""
+
+
+class Carried(NamedTuple):
+    """What a trailer says of its message."""
+
+    key: Key | None
+    extra: dict[str, bool | int | str]
+    runs: tuple[Run, ...] = ()
 
 
 class Split(NamedTuple):
@@ -60,16 +70,16 @@ def append(
     signer: FrameSigner,
     receiver: str,
     incarnation: str,
-    key: Key | None,
-    extra: dict[str, bool | int | str],
+    carried: Carried,
 ) -> None:
     """Put trailer and MAC behind `frames`, for the session `receiver`."""
     stamp = signer.stamp(receiver)
     cut = {
         name: value[:TEXT_LENGTH_MAX] if isinstance(value, str) else value
-        for name, value in extra.items()
+        for name, value in carried.extra.items()
     }
-    frames.append(_encoder.encode(Trailer(WIRE_VERSION_MAX, stamp, incarnation, key, cut)))
+    trailer = Trailer(WIRE_VERSION_MAX, stamp, incarnation, carried.key, cut, carried.runs)
+    frames.append(_encoder.encode(trailer))
     frames.append(signer.mac(frames, stamp))
 
 

@@ -2,20 +2,28 @@
 
 A window per destination rank keeps few operations under way, so that a cancel drains quickly and
 rows that become final meanwhile join into longer runs.
+
+What landed is announced while more is written, so that decode verifies meanwhile; the last runs
+ride in the final status, since every message wakes four processes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pdcluster_protocol.effects import CountBytes, Write
 from pdcluster_protocol.ids import Key
 from pdcluster_protocol.ledger import Clock, Ledger
-from pdcluster_protocol.messages import KVPoll, RunsLanded, Status
+from pdcluster_protocol.messages import Accepted, KVPoll, Run, RunsLanded, Status
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.prefill_room import PrefillRoom
 from pdcluster_protocol.push.runs import PlannedRun
+from pdcluster_protocol.push.sender import SenderState
 from pdcluster_protocol.ranks import Lane
 
 ANNOUNCE_BATCH = 8
+LATE_BYTES_MAX = 1 << 20
+"""So much of KV is hashed in no more time than its metadata rows need; it waits for the status."""
 
 
 class Writing:
@@ -63,8 +71,11 @@ class Writing:
         if delivery.metadata_planned:
             # Nothing but metadata rows is left, and the final status says at once what landed.
             return
+        last = room.state is SenderState.FLUSHING and delivery.kv_landed
+        if last and sum(run.nbytes for run in delivery.fresh) <= LATE_BYTES_MAX:
+            return
         if not delivery.outstanding or len(delivery.fresh) >= ANNOUNCE_BATCH:
-            self.announce(room, delivery, everything=False)
+            self._announce(room, delivery, delivery.take_fresh())
 
     def write_metadata(self, room: PrefillRoom, delivery: Delivery) -> None:
         """Write the metadata rows: only after every KV run has landed."""
@@ -85,35 +96,33 @@ class Writing:
             )
             self._write(room, delivery, planned)
 
-    def announce(self, room: PrefillRoom, delivery: Delivery, *, everything: bool) -> None:
-        """Tell decode which runs to verify: the fresh ones, or all of them when repeating."""
-        delivery.announced += delivery.fresh
-        runs = delivery.announced if everything else delivery.fresh
-        size = self._ledger.setup.limits.runs_per_message_max
+    def accept(self, room: PrefillRoom) -> None:
+        """Answer the metadata of those that nothing else has answered."""
         assert room.wire_key is not None
-        for start in range(0, len(runs), size):
-            self._ledger.send(
-                delivery.lane,
-                RunsLanded(
-                    key=room.wire_key,
-                    rank=delivery.lane.rank,
-                    epoch=delivery.epoch,
-                    runs=tuple(runs[start : start + size]),
-                ),
-            )
-        delivery.fresh = []
+        for delivery in room.deliveries.values():
+            if not delivery.answered:
+                delivery.answered = True
+                self._ledger.send(delivery.lane, Accepted(room.wire_key, delivery.lane.rank))
 
     def publish(self, room: PrefillRoom, *, repeated: bool) -> None:
-        """Announce everything and the final status; repeated until decode concludes."""
+        """The final status with what is still to be announced; repeated, it is all of it."""
         ledger = self._ledger
         assert room.wire_key is not None
         for delivery in room.deliveries.values():
-            self.announce(room, delivery, everything=repeated)
+            runs = delivery.take_fresh()
+            if repeated:
+                runs = delivery.announced
+            if len(runs) > ledger.setup.limits.runs_per_status_max:
+                self._announce(room, delivery, runs)
+                runs = []
+            delivery.answered = True
             status = Status(
                 key=room.wire_key,
                 status=KVPoll.SUCCESS,
                 rank=delivery.lane.rank,
                 runs=len(delivery.announced),
+                landed=tuple(runs),
+                epoch=delivery.epoch,
                 drained=delivery.drained,
                 prompt_tokens=room.leg.prompt_tokens,
                 prompt_digest=room.leg.prompt_digest,
@@ -124,6 +133,22 @@ class Writing:
         room.repeat_seconds = min(
             room.repeat_seconds * 2, ledger.setup.limits.retransmit_seconds_max
         )
+
+    def _announce(self, room: PrefillRoom, delivery: Delivery, runs: Sequence[Run]) -> None:
+        """Tell decode which runs to verify."""
+        size = self._ledger.setup.limits.runs_per_message_max
+        assert room.wire_key is not None
+        delivery.answered = delivery.answered or bool(runs)
+        for start in range(0, len(runs), size):
+            self._ledger.send(
+                delivery.lane,
+                RunsLanded(
+                    key=room.wire_key,
+                    rank=delivery.lane.rank,
+                    epoch=delivery.epoch,
+                    runs=tuple(runs[start : start + size]),
+                ),
+            )
 
     def _can_write(self, delivery: Delivery) -> bool:
         return self._ledger.ranks[delivery.lane.rank].session is not None

@@ -7,6 +7,7 @@ import pytest
 from pdcluster_protocol.authentication import FrameSigner, FrameVerifier, KeyRing
 from pdcluster_protocol.errors import Unauthorized, WireError
 from pdcluster_protocol.ids import Key, RankAddress
+from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
     Abort,
     AbortAck,
@@ -132,6 +133,7 @@ def test_an_unparsable_generation_counts_as_absent() -> None:
         Accepted(KEY, 2),
         RunsLanded(KEY, 1, 5, (Run(0, 1, 2, 3, 4, 5),)),
         Status(KEY, 4, 1, runs=8, prompt_tokens=9, prompt_digest="d"),
+        Status(KEY, 4, 1, runs=2, landed=(Run(1, 0, 5, 1, 24, 1 << 63, 8, 8),), epoch=5),
         Status(KEY, 0, 1, drained=False, reason="Stalled", detail="no byte for 30 s"),
         AuxData(KEY, 1, 2, b"row"),
         Ping("i-1", (1, 2)),
@@ -146,6 +148,18 @@ def test_our_fields_and_the_attempt_ride_in_the_trailer(message: frames.Message)
     assert message == frames.decode(content, trailer)
     assert "a" == FrameVerifier(RING, "b").verify(raw[:-1], mac, trailer.stamp)
     assert "i-1" == trailer.incarnation
+
+
+def test_a_status_with_more_runs_than_it_may_carry_is_refused() -> None:
+    most = Limits().runs_per_status_max
+    runs = tuple(Run(index, 0, index, 1, 24, 1 << 63, 8, 8) for index in range(most + 1))
+    fits = Status(KEY, 4, 1, runs=most, landed=runs[:-1], epoch=1 << 62)
+    content, trailer, _ = trailers.split(sealed(fits))
+    assert fits == frames.decode(content, trailer)
+
+    content, trailer, _ = trailers.split(sealed(Status(KEY, 4, 1, landed=runs)))
+    with pytest.raises(WireError, match=f"{most + 1} runs; at most {most}"):
+        frames.decode(content, trailer)
 
 
 def test_a_plain_receiver_sees_the_frames_that_it_knows_first() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pdcluster_protocol.effects import Write
 from pdcluster_protocol.events import LegArrived
 from pdcluster_protocol.ledger import Ledger
 from pdcluster_protocol.limits import Limits
-from pdcluster_protocol.messages import KVPoll, RunsLanded, Status
+from pdcluster_protocol.messages import Accepted, KVPoll, RunsLanded, Status
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.prefill_room import PrefillRoom
-from pdcluster_protocol.push.writing import ANNOUNCE_BATCH, Writing
+from pdcluster_protocol.push.sender import SenderState
+from pdcluster_protocol.push.writing import ANNOUNCE_BATCH, LATE_BYTES_MAX, Writing
 from support.ledgers import (
     HERE,
     LANE,
@@ -189,6 +191,7 @@ def test_publishing_repeats_every_run_in_bounded_messages_and_slows_down(bench: 
         KVPoll.SUCCESS,
         0,
         runs=RUNS,
+        epoch=7,
         prompt_tokens=46,
         prompt_digest="digest",
         reply_to=HERE,
@@ -196,6 +199,61 @@ def test_publishing_repeats_every_run_in_bounded_messages_and_slows_down(bench: 
     assert [expected] * 2 == bench.statuses
     assert 0.4 == bench.ledger.deadlines.next()
     assert 0.8 == bench.room.repeat_seconds
+
+
+def last_run(bench: Bench) -> None:
+    """The prompt is computed, and all runs but one have landed."""
+    bench.room.state = SenderState.FLUSHING
+    bench.pump()
+    while not bench.delivery.planner or not bench.delivery.planner.complete:
+        bench.end(min(bench.delivery.outstanding))
+        bench.pump()
+    while len(bench.delivery.outstanding) > 1:
+        bench.end(min(bench.delivery.outstanding))
+        bench.pump()
+    bench.announced.clear()
+    (last,) = bench.delivery.outstanding
+    bench.end(last)
+
+
+def test_the_last_runs_ride_in_the_status(bench: Bench) -> None:
+    last_run(bench)
+    bench.pump()
+    bench.writing.write_metadata(bench.room, bench.delivery)
+    bench.collect()
+    for operation in tuple(bench.delivery.outstanding):
+        bench.end(operation)
+    bench.pump()
+    bench.writing.publish(bench.room, repeated=False)
+    bench.collect()
+
+    assert [] == bench.announced
+    (status,) = bench.statuses
+    assert RUNS + 2 == status.runs
+    assert list(range(RUNS + 2))[-len(status.landed) :] == [run.index for run in status.landed]
+    assert {3, 4} <= {run.region for run in status.landed}
+    assert 7 == status.epoch
+
+
+def test_long_runs_do_not_wait_for_the_metadata_rows(bench: Bench) -> None:
+    last_run(bench)
+    bench.delivery.fresh[-1] = msgspec.structs.replace(
+        bench.delivery.fresh[-1], nbytes=LATE_BYTES_MAX + 1
+    )
+    bench.pump()
+
+    assert RUNS - 1 == bench.runs()[-1]
+
+
+def test_metadata_is_answered_once_and_only_where_nothing_else_did(bench: Bench) -> None:
+    bench.writing.accept(bench.room)
+    bench.writing.accept(bench.room)
+    assert [(PEER, Accepted(key(), 0))] == sent(bench.ledger.take_effects())
+
+    bench.delivery.answered = False
+    bench.land_everything()
+    bench.writing.accept(bench.room)
+    assert [] == sent(bench.ledger.take_effects())
 
 
 def test_a_lost_write_goes_out_again_only_under_a_new_session(bench: Bench) -> None:
