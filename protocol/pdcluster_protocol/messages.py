@@ -77,6 +77,8 @@ class RegisterKVArgs(msgspec.Struct, frozen=True, tag="PD_KVARGS"):
     """Of this rank's own regions."""
     page_count: int = 0
     slot_count: int = 0
+    slot_bytes: int = 0
+    """From a metadata slot to the next, whose rows lie side by side; 0: in each buffer its row."""
     mapping: int = 0
     """Counts how often decode's memory was mapped: a registration of an earlier one is stale."""
 

@@ -24,14 +24,34 @@ class Lane(NamedTuple):
     peer: RankAddress
 
 
+class SlotTable(msgspec.Struct, frozen=True):
+    """Where an arena has its metadata: slot by slot, in each the rows of all buffers side by side.
+
+    So one write moves a slot. A peer whose slots do not lie so has a table for each buffer.
+    """
+
+    offset: int
+    """Of slot 0 in the arena."""
+    rows: tuple[int, ...]
+    """Bytes of one slot in each buffer, in SGLang's order."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of all rows of a slot: from a slot to the next."""
+        return sum(self.rows)
+
+    def row_offset(self, buffer: int, slot: int) -> int:
+        """Where a buffer's row of a slot begins."""
+        return self.offset + slot * self.slot_bytes + sum(self.rows[:buffer])
+
+
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank is and holds; never changes."""
 
     coordinate: RankCoordinate
     layout: KVLayout
     """Its own regions: its layers, its heads."""
-    metadata_buffers: tuple[tuple[int, int], ...]
-    """(offset in its arena, bytes of one slot's row) per buffer, in SGLang's order."""
+    metadata: SlotTable
 
 
 class OwnRank:
@@ -42,7 +62,6 @@ class OwnRank:
         "base_address",
         "index",
         "mapping",
-        "metadata_rows",
         "place",
         "session",
     )
@@ -50,8 +69,6 @@ class OwnRank:
     def __init__(self, index: int, place: RankPlace) -> None:
         self.index = index
         self.place = place
-        self.metadata_rows = tuple(row for _, row in place.metadata_buffers)
-        """The bytes of one slot in each metadata buffer."""
         self.address: RankAddress | None = None
         self.session: str | None = None
         self.base_address = 0

@@ -96,7 +96,6 @@ def _setup(parallel: Parallelism) -> NodeSetup:
             parallel,
             dp_rank=0,
             page_count=PAGE_COUNT,
-            slot_count=SLOT_COUNT,
             metadata_rows=METADATA_ROWS,
         ),
         timeouts=TIMEOUTS,

@@ -13,7 +13,7 @@ from pdcluster_protocol.effects import VerifyRun
 from pdcluster_protocol.ledger import Ledger
 from pdcluster_protocol.messages import KVPoll, Run, RunsLanded, Status
 from pdcluster_protocol.push.landing import Landing
-from support.ledgers import BUFFERS, LAYOUT, joined_ledger, key, whole_planner
+from support.ledgers import LAYOUT, SLOTS, joined_ledger, key, whole_planner
 
 SLOT = 2
 
@@ -59,7 +59,7 @@ class LandingMachine(RuleBasedStateMachine):
             for run in iter(planner.next, None)
         ]
         rows = [
-            Run(0, region, SLOT, 1, BUFFERS[region - 3][1], 0) for region in regions if region >= 3
+            Run(0, region, SLOT, 1, SLOTS.rows[region - 3], 0) for region in regions if region >= 3
         ]
         order.shuffle(runs)
         return [

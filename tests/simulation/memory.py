@@ -67,7 +67,6 @@ class Shape:
                 parallel,
                 dp_rank=0,
                 page_count=pages,
-                slot_count=slots,
                 metadata_rows=METADATA_ROWS,
             ),
             spread=self.spread,
@@ -96,8 +95,7 @@ class Memory:
     content: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
-        end, row = self.place.metadata_buffers[-1]
-        self.content = bytearray(end + row * self.slot_count)
+        self.content = bytearray(self.place.metadata.row_offset(0, self.slot_count))
         self._first_heads = rank_slice(
             self.shape.layout, self.parallel, self.place.coordinate
         ).first_heads
@@ -135,17 +133,17 @@ class Memory:
 
     def set_room(self, slot: int, key: Key | None) -> None:
         """Write all rows of a slot, or zero its room."""
-        for offset, row in self.place.metadata_buffers:
+        for buffer, row in enumerate(self.place.metadata.rows):
             text = whole_row(key, "metadata", slot, row - 8) if key else bytes(row - 8)
             room = (key.room if key else 0).to_bytes(8, "little")
-            self.content[offset + slot * row : offset + (slot + 1) * row] = room + text
+            start = self.place.metadata.row_offset(buffer, slot)
+            self.content[start : start + row] = room + text
 
     def room(self, slot: int) -> int:
         """What every row of a slot says; 0 when they differ."""
-        rooms = {
-            int.from_bytes(self.content[o + slot * row : o + slot * row + 8], "little")
-            for o, row in self.place.metadata_buffers
-        }
+        table = self.place.metadata
+        starts = (table.row_offset(buffer, slot) for buffer in range(len(table.rows)))
+        rooms = {int.from_bytes(self.content[at : at + 8], "little") for at in starts}
         return rooms.pop() if len(rooms) == 1 else 0
 
     def pieces(self, offset: int, nbytes: int, count: int, stride: int) -> bytes:
@@ -160,9 +158,10 @@ class Memory:
 
     def touched(self, offset: int, nbytes: int) -> tuple[bool, set[int]]:
         """(whether it is metadata, the slots or pages) that a range touches."""
-        for start, row in reversed(self.place.metadata_buffers):
-            if offset >= start:
-                return True, {(offset - start) // row}
+        slots = self.place.metadata
+        if offset >= slots.offset:
+            first, last = (offset - slots.offset, offset + nbytes - 1 - slots.offset)
+            return True, set(range(first // slots.slot_bytes, last // slots.slot_bytes + 1))
         layout = self.place.layout
         for region in reversed(range(len(layout.regions))):
             start = layout.region_offset(region, self.page_count)

@@ -84,7 +84,7 @@ def flipped_byte(world: World) -> None:
 
 
 def lost_messages(world: World) -> None:
-    """Two of three messages are lost: repetition by key finds the way, doubles change nothing."""
+    """Three of four messages are lost: repetition by key finds the way, doubles change nothing."""
     _request(world, 4)
 
 
@@ -103,7 +103,7 @@ def silent_prefill(world: World) -> None:
 FAULTS: dict[Callable[[World], None], Faults] = {
     token_mismatch: Faults(steady=True, delay_seconds=0.001, other_tokens=1.0),
     flipped_byte: Faults(steady=True, delay_seconds=0.001, flip=1.0),
-    lost_messages: Faults(steady=True, delay_seconds=0.001, lose=0.7),
+    lost_messages: Faults(steady=True, delay_seconds=0.001, lose=0.75),
 }
 SIZES: dict[Callable[[World], None], int] = {queued_for_pages: 4}
 

@@ -14,15 +14,15 @@ from pdcluster_protocol.messages import NodeMessage, RegisterKVArgs
 from pdcluster_protocol.push.destinations import Destination
 from pdcluster_protocol.push.routes import Part, Route, Routes
 from pdcluster_protocol.push.runs import RunPlanner
-from pdcluster_protocol.ranks import Lane, RankPlace
+from pdcluster_protocol.ranks import Lane, RankPlace, SlotTable
 from pdcluster_protocol.segments import PagePair, RowSlice
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
 
 LAYOUT = KVLayout(
     4, "float32", (Region(0, "latent", 6), Region(0, "rope", 2), Region(1, "indexer", 3))
 )
-BUFFERS = ((20000, 16), (21000, 8))
-"""(offset, bytes of one row) of two metadata buffers."""
+SLOTS = SlotTable(20000, (16, 8))
+"""Metadata slots of two rows."""
 HERE = RankAddress("127.64.0.1", 9000)
 PEER = RankAddress("127.64.0.2", 9000)
 OTHER_PEER = RankAddress("127.64.0.3", 9000)
@@ -40,7 +40,7 @@ def node_setup(**changes: Any) -> NodeSetup:
         "page_count": 16,
         "slot_count": 4,
         "parallel": Parallelism(),
-        "ranks": (RankPlace(coordinate=RankCoordinate(), layout=LAYOUT, metadata_buffers=BUFFERS),),
+        "ranks": (RankPlace(coordinate=RankCoordinate(), layout=LAYOUT, metadata=SLOTS),),
         "timeouts": Timeouts(),
         "limits": Limits(),
     }
@@ -101,6 +101,7 @@ def destination(
     buffer_bases: tuple[int, ...] = (0, 0),
     page_count: int = 16,
     slot_count: int = 4,
+    slot_bytes: int = 0,
 ) -> Destination:
     """The memory of the only rank of a decode replica."""
     return Destination(
@@ -110,6 +111,7 @@ def destination(
         buffer_bases,
         page_count,
         slot_count,
+        slot_bytes,
         one_rank_route().mapping,
         RankCoordinate(),
         LAYOUT,

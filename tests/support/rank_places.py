@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.rank_layout import rank_slice
-from pdcluster_protocol.ranks import RankPlace, rank_coordinates
+from pdcluster_protocol.ranks import RankPlace, SlotTable, rank_coordinates
 from pdcluster_protocol.topology import Parallelism
 
 
@@ -16,20 +16,15 @@ def rank_places(
     *,
     dp_rank: int,
     page_count: int,
-    slot_count: int,
     metadata_rows: Sequence[int],
 ) -> tuple[RankPlace, ...]:
     """What each rank of one data-parallel rank holds.
 
-    `layout` is the whole model's. An arena has its KV regions first, then one metadata buffer
-    behind the other, `slot_count` rows each.
+    `layout` is the whole model's. An arena has its KV regions first, then its metadata slots.
     """
     places = []
     for coordinate in rank_coordinates(parallel, dp_rank):
         own = rank_slice(layout, parallel, coordinate).layout
-        offset, buffers = own.arena_bytes(page_count), []
-        for row in metadata_rows:
-            buffers.append((offset, row))
-            offset += row * slot_count
-        places.append(RankPlace(coordinate=coordinate, layout=own, metadata_buffers=tuple(buffers)))
+        slots = SlotTable(own.arena_bytes(page_count), tuple(metadata_rows))
+        places.append(RankPlace(coordinate=coordinate, layout=own, metadata=slots))
     return tuple(places)

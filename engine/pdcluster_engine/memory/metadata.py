@@ -1,7 +1,8 @@
 """Metadata ("aux") rows in SGLang's order: what decode needs beside the pages.
 
 A slot is one index into ten buffers. Both sides pair the buffers by position, so order, types and
-widths are wire format:
+widths are wire format. In our arena the ten rows of a slot lie side by side, so that one write
+moves them; who has a table for each buffer gets them one by one.
 
     #  buffer                type × width    used
     0  output ids            int32 × 16      [0] the first token
@@ -19,18 +20,20 @@ SGLang's rows do not say how many top logprobs they hold, since both of its legs
 Ours end the list with id −1, which no vocabulary has, and say "no logprob" the same way; a reader
 that counts by the request sees nothing unusual.
 
-The room is written last, so a reader that finds its own room finds a whole row.
+The room is the last, so a reader that finds its own room finds a whole row.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
 from pdcluster_engine.memory.window import ByteWindow
 from pdcluster_protocol.ids import ROOM_MAX, ROOM_UNWRITTEN
+from pdcluster_protocol.ranks import SlotTable
 
 TOP_LOGPROBS_MAX = 128
 _ABSENT = -1
@@ -39,8 +42,11 @@ _ROW_FORMATS = (
     "<16i", "<16i", "<16f", "<16i", "<128f", "<128i", "<16f", "<16q", "<16f", "<8Q"
 )  # fmt: skip
 _ITEM_BYTES = tuple(struct.calcsize(row_format) for row_format in _ROW_FORMATS)
-(_TOKEN, _CACHED, _LOGPROB, _LOGPROB_ID, _TOP, _TOP_ID, _P, _INDEX, _HIDDEN, _ROOM) = range(10)
+_STARTS = tuple(accumulate(_ITEM_BYTES, initial=0))
+(_TOKEN, _CACHED, _LOGPROB, _LOGPROB_ID, _TOP, _TOP_ID) = range(6)
+_ROOM = len(_ROW_FORMATS) - 1
 
+_ROOM_FIRST = struct.Struct("<Q")
 METADATA_SLOT_BYTES = sum(_ITEM_BYTES)
 """Bytes that one slot takes over all buffers."""
 
@@ -57,9 +63,9 @@ class MetadataRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetadataTable:
-    """`slot_count` rows in ten buffers, one behind the other from `offset` of `window`."""
+    """`slot_count` slots of ten rows, one behind the other from `offset` of `window`."""
 
-    __slots__ = ("_offsets", "_window", "slot_count")
+    __slots__ = ("_window", "place", "slot_count")
 
     def __init__(self, window: ByteWindow, offset: int, slot_count: int) -> None:
         end = offset + metadata_bytes(slot_count)
@@ -70,14 +76,8 @@ class MetadataTable:
             raise ValueError(message)
         self.slot_count = slot_count
         self._window = window
-        offsets = [offset]
-        for item_bytes in _ITEM_BYTES[:-1]:
-            offsets.append(offsets[-1] + item_bytes * slot_count)
-        self._offsets = offsets
-
-    def buffers(self) -> list[tuple[int, int]]:
-        """(offset in the arena, bytes of one slot) of each buffer, in wire order."""
-        return list(zip(self._offsets, _ITEM_BYTES, strict=True))
+        self.place = SlotTable(offset, _ITEM_BYTES)
+        """Where the rows lie, in wire order."""
 
     def write(self, slot: int, row: MetadataRow) -> None:
         """Fill a slot; everything that the row does not say becomes zero.
@@ -92,15 +92,15 @@ class MetadataTable:
         if len(ids) < TOP_LOGPROBS_MAX:
             ids.append(_ABSENT)
         has_logprob = row.logprob is not None
-        self._put(slot, _TOKEN, [row.token])
-        self._put(slot, _CACHED, [row.cached_tokens])
-        self._put(slot, _LOGPROB, [row.logprob if row.logprob is not None else 0.0])
-        self._put(slot, _LOGPROB_ID, [row.token if has_logprob else _ABSENT])
-        self._put(slot, _TOP, values)
-        self._put(slot, _TOP_ID, ids)
-        for buffer in (_P, _INDEX, _HIDDEN):
-            self._put(slot, buffer, [])
-        self._put(slot, _ROOM, [row.room])
+        packed = bytearray(METADATA_SLOT_BYTES)
+        _pack(packed, _TOKEN, [row.token])
+        _pack(packed, _CACHED, [row.cached_tokens])
+        _pack(packed, _LOGPROB, [row.logprob if row.logprob is not None else 0.0])
+        _pack(packed, _LOGPROB_ID, [row.token if has_logprob else _ABSENT])
+        _pack(packed, _TOP, values)
+        _pack(packed, _TOP_ID, ids)
+        _pack(packed, _ROOM, [row.room])
+        self._window.write(self._start(slot, 0), bytes(packed))
 
     def read(self, slot: int, *, top_logprobs: int | None = None) -> MetadataRow:
         """What the slot holds, unchecked: `room` 0 means that nothing was written.
@@ -123,26 +123,24 @@ class MetadataTable:
 
     def room(self, slot: int) -> int:
         """The slot's room alone, which says whether the row was written."""
-        return self._get(slot, _ROOM)[0]
+        packed = self._window.read(self._start(slot, _ROOM), _ROOM_FIRST.size)
+        room: int = _ROOM_FIRST.unpack(packed)[0]
+        return room
 
     def clear(self, slot: int) -> None:
         """Say "not written", before the slot is handed out or given back."""
-        self._put(slot, _ROOM, [ROOM_UNWRITTEN])
+        empty = bytearray(_ITEM_BYTES[_ROOM])
+        _ROOM_FIRST.pack_into(empty, 0, ROOM_UNWRITTEN)
+        self._window.write(self._start(slot, _ROOM), bytes(empty))
 
-    def _place(self, slot: int, buffer: int) -> int:
+    def _start(self, slot: int, buffer: int) -> int:
         if not 0 <= slot < self.slot_count:
             message = f"slot {slot} is not in [0, {self.slot_count})"
             raise ValueError(message)
-        return self._offsets[buffer] + slot * _ITEM_BYTES[buffer]
-
-    def _put(self, slot: int, buffer: int, values: list[int] | list[float]) -> None:
-        row_format = _ROW_FORMATS[buffer]
-        width = int(row_format[1:-1])
-        padded = [*values, *([0] * (width - len(values)))]
-        self._window.write(self._place(slot, buffer), struct.pack(row_format, *padded))
+        return self.place.offset + slot * METADATA_SLOT_BYTES + _STARTS[buffer]
 
     def _get(self, slot: int, buffer: int) -> tuple[int, ...]:
-        packed = self._window.read(self._place(slot, buffer), _ITEM_BYTES[buffer])
+        packed = self._window.read(self._start(slot, buffer), _ITEM_BYTES[buffer])
         return struct.unpack(_ROW_FORMATS[buffer], packed)
 
 
@@ -187,6 +185,12 @@ def row_fault(row: MetadataRow, *, room: int, vocab_size: int) -> str:
         if not 0 <= token < vocab_size:
             return f"it holds token {token}, which is not in [0, {vocab_size})"
     return ""
+
+
+def _pack(packed: bytearray, buffer: int, values: Sequence[int] | Sequence[float]) -> None:
+    """The first values of a row; those behind them stay zero."""
+    row_format = f"<{len(values)}{_ROW_FORMATS[buffer][-1]}"
+    struct.pack_into(row_format, packed, _STARTS[buffer], *values)
 
 
 def _require_writable(row: MetadataRow) -> None:

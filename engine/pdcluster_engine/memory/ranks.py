@@ -33,7 +33,7 @@ class RankMemory(msgspec.Struct, frozen=True):
         return RankPlace(
             coordinate=self.coordinate,
             layout=self.slice.layout,
-            metadata_buffers=tuple(self.metadata.buffers()),
+            metadata=self.metadata.place,
         )
 
 

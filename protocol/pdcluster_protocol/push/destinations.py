@@ -13,6 +13,7 @@ from pdcluster_protocol.layout import KVLayout
 from pdcluster_protocol.messages import RegisterKVArgs
 from pdcluster_protocol.push.routes import Routes
 from pdcluster_protocol.rank_mapping import RankMapping
+from pdcluster_protocol.ranks import SlotTable
 from pdcluster_protocol.topology import RankCoordinate
 
 
@@ -32,6 +33,8 @@ class Destination(msgspec.Struct, frozen=True):
     """Absolute address of slot 0 per metadata buffer."""
     page_count: int
     slot_count: int
+    slot_bytes: int
+    """From a slot to the next where its rows lie side by side; 0: in each buffer its own row."""
     rank_mapping: RankMapping
     coordinate: RankCoordinate
     """Its place in its replica; the data-parallel rank is not said and does not matter."""
@@ -50,7 +53,7 @@ def register_kv_args(
     base_address: int,
     page_count: int,
     slot_count: int,
-    metadata_buffers: tuple[tuple[int, int], ...],
+    metadata: SlotTable,
     template: RegisterKVArgs,
 ) -> RegisterKVArgs:
     """Our own registration: `template` (address, session, ranks) filled with addresses."""
@@ -74,15 +77,18 @@ def register_kv_args(
         state_pointers=(bases(state),) if state else (),
         state_item_lengths=(lengths(state),) if state else (),
         state_layer_ids=(layers(state),) if state else (),
-        aux_pointers=tuple(base_address + offset for offset, _ in metadata_buffers),
+        aux_pointers=tuple(
+            base_address + metadata.row_offset(buffer, 0) for buffer in range(len(metadata.rows))
+        ),
         layout_digest=layout.digest(),
         page_count=page_count,
         slot_count=slot_count,
+        slot_bytes=metadata.slot_bytes,
     )
 
 
 def require_destination(
-    routes: Routes, *, buffer_count: int, args: RegisterKVArgs, incarnation: str
+    routes: Routes, *, metadata_rows: tuple[int, ...], args: RegisterKVArgs, incarnation: str
 ) -> Destination:
     """Check a registration against what the rank it comes from must hold.
 
@@ -100,7 +106,8 @@ def require_destination(
     for what, ours, theirs in (
         ("kv regions", len(kv), len(args.kv_pointers)),
         ("indexer regions", len(state), len(state_pointers)),
-        ("metadata buffers", buffer_count, len(args.aux_pointers)),
+        ("metadata buffers", len(metadata_rows), len(args.aux_pointers)),
+        ("metadata slots", *_slots(metadata_rows, args)),
         ("kv item lengths", tuple(layout.item_bytes(i) for i in kv), args.kv_item_lengths),
         ("indexer item lengths", tuple(layout.item_bytes(i) for i in state), state_lengths),
     ):
@@ -121,5 +128,15 @@ def require_destination(
         buffer_bases=args.aux_pointers,
         page_count=args.page_count,
         slot_count=args.slot_count,
+        slot_bytes=args.slot_bytes,
         mapping=args.mapping,
     )
+
+
+def _slots(rows: tuple[int, ...], args: RegisterKVArgs) -> tuple[object, object]:
+    """How the rows of slot 0 must lie when one write is to fill them all, and how they do."""
+    if not args.slot_bytes or not args.aux_pointers:
+        return 0, args.slot_bytes
+    wanted = SlotTable(args.aux_pointers[0], rows)
+    pointers = tuple(wanted.row_offset(buffer, 0) for buffer in range(len(rows)))
+    return (wanted.slot_bytes, pointers), (args.slot_bytes, args.aux_pointers)

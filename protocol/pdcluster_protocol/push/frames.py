@@ -197,6 +197,7 @@ def _decode_registration(content: Sequence[bytes], trailer: Trailer | None) -> R
         layout_digest=extra.text("layout_digest"),
         page_count=extra.number("page_count"),
         slot_count=extra.number("slot_count"),
+        slot_bytes=extra.number("slot_bytes"),
         mapping=extra.number("mapping"),
     )
 
@@ -336,7 +337,7 @@ def _extra(message: Message) -> dict[str, bool | int | str]:
     names: tuple[str, ...]
     match message:
         case RegisterKVArgs():
-            names = ("layout_digest", "page_count", "slot_count", "mapping")
+            names = ("layout_digest", "page_count", "slot_count", "slot_bytes", "mapping")
             if message.decode_pp_size != 1:
                 names += ("decode_pp_rank", "decode_pp_size")
         case TransferMetadata():

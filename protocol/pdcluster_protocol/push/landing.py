@@ -71,7 +71,7 @@ class Landing:
         if message.rank not in self._ranks:
             return f"rank {message.rank} is none of {sorted(self._ranks)}"
         place = self._own.place
-        runs_max = len(place.layout.regions) * len(self._pages) + len(place.metadata_buffers)
+        runs_max = len(place.layout.regions) * len(self._pages) + len(place.metadata.rows)
         for run in message.runs:
             if not 0 <= run.index < runs_max:
                 return f"run {run.index} of rank {message.rank}: there are at most {runs_max}"
@@ -85,7 +85,7 @@ class Landing:
                 run,
                 layout=place.layout,
                 page_positions=self._positions,
-                metadata_rows=self._own.metadata_rows,
+                metadata_rows=self._own.place.metadata.rows,
                 slot=self._slot,
             )
             if fault:
@@ -132,7 +132,7 @@ class Landing:
             layout=self._own.place.layout,
             pages=self._pages,
             prompt_tokens=self._prompt_tokens,
-            metadata_rows=self._own.metadata_rows,
+            metadata_rows=self._own.place.metadata.rows,
         )
 
     def _verify(self, name: tuple[int, int], run: Run) -> None:
@@ -147,8 +147,8 @@ class Landing:
         place, rank = self._own.place, self._own.index
         layout = place.layout
         if run.region >= len(layout.regions):
-            base, row = place.metadata_buffers[run.region - len(layout.regions)]
-            return VerifyRun(operation, base + run.first_page * row, run.nbytes, rank)
+            offset = place.metadata.row_offset(run.region - len(layout.regions), run.first_page)
+            return VerifyRun(operation, offset, run.nbytes, rank)
         offset = layout.page_offset(run.region, run.first_page, self._ledger.setup.page_count)
         row = layout.regions[run.region].bytes_per_token
         if run.width in (0, row):

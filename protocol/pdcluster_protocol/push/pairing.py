@@ -81,7 +81,7 @@ class Pairing:
         try:
             destination = require_destination(
                 self.routes,
-                buffer_count=len(setup.ranks[0].metadata_buffers),
+                metadata_rows=setup.ranks[0].metadata.rows,
                 args=args,
                 incarnation=incarnation,
             )

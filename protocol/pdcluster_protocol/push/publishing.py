@@ -103,7 +103,7 @@ class Publishing:
                 base_address=own.base_address,
                 page_count=setup.page_count,
                 slot_count=setup.slot_count,
-                metadata_buffers=own.place.metadata_buffers,
+                metadata=own.place.metadata,
                 template=RegisterKVArgs(
                     reply_to=reply_to,
                     session=session,

@@ -15,7 +15,7 @@ from pdcluster_protocol.errors import LayoutMismatch, RankConflict, Reason
 from pdcluster_protocol.events import PeerResolved
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.ledger import Clock, Ledger
-from pdcluster_protocol.messages import InstanceCard
+from pdcluster_protocol.messages import WIRE_VERSION_MIN, InstanceCard
 from pdcluster_protocol.push.decode_ends import DecodeEnds
 from pdcluster_protocol.push.decode_room import DecodeRoom, PrefillRank
 from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
@@ -81,6 +81,11 @@ class Resolution:
         if dp_rank is None:
             dp_rank = room.key.room % card.parallel.dp
         room.card = card
+        if card.wire_max < WIRE_VERSION_MIN:
+            # It would write metadata by a table for each buffer, into the slots of others here.
+            detail = f"prefill {card.instance} speaks plain SGLang; it announces no run to verify"
+            self._ends.fail(room, Reason.WIRE_ERROR, detail)
+            return
         try:
             self._map(room, card, dp_rank)
         except (LayoutMismatch, RankConflict) as fault:

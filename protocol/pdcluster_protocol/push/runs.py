@@ -161,20 +161,18 @@ def coverage_fault(
     """What is missing or wrong in a complete list of runs; empty when every byte is there once.
 
     `layout` is this rank's own, `metadata_rows` are the bytes of one slot in each metadata buffer.
-    The order of the runs means nothing: writes end in any order. Each run has passed `run_fault`.
+    One run may be the whole slot. The order of the runs means nothing: writes end in any order.
+    Each run has passed `run_fault`.
     """
     place = {page: index for index, page in enumerate(pages)}
     columns: list[dict[tuple[int, int], list[Run]]] = [{} for _ in layout.regions]
-    rows_seen = [False] * len(metadata_rows)
+    rows: list[Run] = []
     for run in runs:
         if run.region < len(layout.regions):
             column = (run.offset, run.width or layout.regions[run.region].bytes_per_token)
             columns[run.region].setdefault(column, []).append(run)
             continue
-        buffer = run.region - len(layout.regions)
-        if rows_seen[buffer]:
-            return f"metadata buffer {buffer} came twice"
-        rows_seen[buffer] = True
+        rows.append(run)
     for index, region in enumerate(layout.regions):
         fault = _columns_fault(columns[index], region.bytes_per_token)
         for column, its_runs in columns[index].items():
@@ -187,9 +185,21 @@ def coverage_fault(
             )
         if fault:
             return f"region {index}: {fault}"
-    if not all(rows_seen):
-        return f"metadata buffers {[i for i, seen in enumerate(rows_seen) if not seen]} are missing"
-    return ""
+    return _rows_fault(rows, first=len(layout.regions), metadata_rows=metadata_rows)
+
+
+def _rows_fault(runs: Sequence[Run], *, first: int, metadata_rows: Sequence[int]) -> str:
+    """Whether every metadata row is there once, by itself or with its whole slot."""
+    seen = [False] * len(metadata_rows)
+    for run in runs:
+        buffer = run.region - first
+        whole = buffer == 0 and run.nbytes == sum(metadata_rows)
+        for row in range(len(metadata_rows)) if whole else (buffer,):
+            if seen[row]:
+                return f"metadata buffer {row} came twice"
+            seen[row] = True
+    missing = [row for row, came in enumerate(seen) if not came]
+    return f"metadata buffers {missing} are missing" if missing else ""
 
 
 def _columns_fault(columns: dict[tuple[int, int], list[Run]], row_bytes: int) -> str:
@@ -240,9 +250,10 @@ def run_fault(
     if run.region < 0 or run.region >= len(layout.regions) + len(metadata_rows):
         return f"region {run.region} does not exist"
     if run.region >= len(layout.regions):
-        row = metadata_rows[run.region - len(layout.regions)]
-        whole = (run.first_page, run.pages, run.nbytes, run.offset, run.width)
-        if whole != (slot, 1, row, 0, 0):
+        buffer = run.region - len(layout.regions)
+        lengths = (metadata_rows[buffer], sum(metadata_rows) if buffer == 0 else 0)
+        place = (run.first_page, run.pages, run.offset, run.width)
+        if place != (slot, 1, 0, 0) or run.nbytes not in lengths:
             return f"metadata run {run.index} is not of slot {slot}"
         return ""
     fault = _size_fault(run, layout)

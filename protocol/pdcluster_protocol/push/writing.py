@@ -84,7 +84,10 @@ class Writing:
             return
         delivery.metadata_planned = True
         own = self._ledger.ranks[delivery.lane.rank]
-        for buffer, row_bytes in enumerate(own.metadata_rows):
+        table = own.place.metadata
+        # Where all rows of a slot lie side by side on both sides, they are one run.
+        rows = (table.slot_bytes,) if delivery.destination.slot_bytes else table.rows
+        for buffer, row_bytes in enumerate(rows):
             planned = PlannedRun(
                 source_region=len(own.place.layout.regions) + buffer,
                 source_page=room.slot,
@@ -178,9 +181,9 @@ class Writing:
         place, destination = self._ledger.ranks[delivery.lane.rank].place, delivery.destination
         if planned.metadata:
             buffer = planned.source_region - len(place.layout.regions)
-            offset, row_bytes = place.metadata_buffers[buffer]
-            base = destination.buffer_bases[buffer]
-            return offset + planned.source_page * row_bytes, base + planned.first_page * row_bytes
+            step = destination.slot_bytes or planned.nbytes
+            target = destination.buffer_bases[buffer] + planned.first_page * step
+            return place.metadata.row_offset(buffer, planned.source_page), target
         pages = self._ledger.setup.page_count
         source = place.layout.page_offset(planned.source_region, planned.source_page, pages)
         item = destination.layout.item_bytes(planned.region)

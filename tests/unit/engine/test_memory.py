@@ -91,9 +91,12 @@ def test_an_arena_without_pages_or_beyond_the_machine_is_refused_by_name() -> No
 
 def test_buffers_have_the_order_and_widths_of_sglang() -> None:
     sizes = [64, 64, 64, 64, 512, 512, 64, 128, 64, 64]
-    assert sizes == [nbytes for _, nbytes in table().buffers()]
-    assert sum(sizes) == METADATA_SLOT_BYTES
-    assert [0, 192, 384] == [offset for offset, _ in table().buffers()][:3]
+    place = table().place
+    assert sizes == list(place.rows)
+    assert METADATA_SLOT_BYTES == sum(sizes) == place.slot_bytes
+    # One slot behind the other, in each its rows side by side.
+    assert [0, 64, 128] == [place.row_offset(buffer, 0) for buffer in range(3)]
+    assert 2 * METADATA_SLOT_BYTES + 64 == place.row_offset(1, 2)
 
 
 def test_a_row_comes_back_with_exact_floats_and_its_neighbours_untouched() -> None:

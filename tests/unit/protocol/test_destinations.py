@@ -14,7 +14,7 @@ from pdcluster_protocol.push.destinations import Destination, register_kv_args, 
 from pdcluster_protocol.push.routes import Routes
 from pdcluster_protocol.ranks import RankPlace
 from pdcluster_protocol.topology import RankCoordinate
-from support.ledgers import BUFFERS, LAYOUT, PEER, node_setup
+from support.ledgers import LAYOUT, PEER, SLOTS, node_setup
 
 BASE = 1 << 32
 TEMPLATE = RegisterKVArgs(PEER, "127.64.0.2:15000", (), (), ())
@@ -26,16 +26,16 @@ def registration(layout: KVLayout = LAYOUT, **changes: Any) -> RegisterKVArgs:
         base_address=BASE,
         page_count=16,
         slot_count=4,
-        metadata_buffers=BUFFERS,
+        metadata=SLOTS,
         template=TEMPLATE,
     )
     return msgspec.structs.replace(args, **changes)
 
 
 def checked(args: RegisterKVArgs, layout: KVLayout = LAYOUT) -> Destination:
-    place = RankPlace(coordinate=RankCoordinate(), layout=layout, metadata_buffers=BUFFERS)
+    place = RankPlace(coordinate=RankCoordinate(), layout=layout, metadata=SLOTS)
     routes = Routes(node_setup(layout=layout, ranks=(place,)))
-    return require_destination(routes, buffer_count=len(BUFFERS), args=args, incarnation="i")
+    return require_destination(routes, metadata_rows=SLOTS.rows, args=args, incarnation="i")
 
 
 def test_the_indexer_travels_as_state_and_the_rest_as_kv() -> None:
@@ -46,7 +46,7 @@ def test_the_indexer_travels_as_state_and_the_rest_as_kv() -> None:
     assert ((BASE + 8192,),) == args.state_pointers
     assert ((12,),) == args.state_item_lengths
     assert ((0, 0), ((1,),)) == (args.kv_layer_ids, args.state_layer_ids)
-    assert (BASE + 20000, BASE + 21000) == args.aux_pointers
+    assert (BASE + 20000, BASE + 20016) == args.aux_pointers
     assert (PEER, "127.64.0.2:15000") == (args.reply_to, args.session)
 
 
@@ -57,7 +57,7 @@ def test_each_region_is_found_again_where_it_lies(order: tuple[int, ...]) -> Non
 
     expected = tuple(BASE + layout.region_offset(i, 16) for i in range(len(order)))
     assert expected == found.region_bases
-    assert (BASE + 20000, BASE + 21000) == found.buffer_bases
+    assert (BASE + 20000, BASE + 20016) == found.buffer_bases
     assert ("127.64.0.2:15000", "i", 16, 4) == (
         found.session,
         found.incarnation,
@@ -72,6 +72,14 @@ def test_a_plain_peer_without_a_digest_is_checked_by_counts_and_lengths() -> Non
     assert 0 == checked(plain).page_count
 
 
+def test_a_peer_with_a_table_for_each_buffer_is_taken_too() -> None:
+    found = checked(registration(aux_pointers=(5000, 9000), slot_bytes=0))
+
+    assert (5000, 9000) == found.buffer_bases
+    assert 0 == found.slot_bytes
+    assert 24 == checked(registration()).slot_bytes
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
@@ -83,6 +91,9 @@ def test_a_plain_peer_without_a_digest_is_checked_by_counts_and_lengths() -> Non
         ({"kv_item_lengths": (24, 9)}, r"kv item lengths: ours are \(24, 8\), .*\(24, 9\)"),
         ({"kv_item_lengths": (24,)}, r"kv item lengths: ours are \(24, 8\), .*\(24,\)"),
         ({"state_item_lengths": ((13,),)}, r"indexer item lengths: .*\(12,\), .*\(13,\)"),
+        ({"slot_bytes": 25}, r"metadata slots: ours are \(24, .*decode's are \(25, "),
+        ({"aux_pointers": (BASE + 20000, BASE + 20017)}, r"metadata slots: ours are \(24, "),
+        ({"aux_pointers": (), "slot_bytes": 24}, "metadata buffers: ours are 2, decode's are 0"),
         ({"state_item_lengths": ()}, r"indexer item lengths: .*\(12,\), .*\(\)"),
     ],
     ids=str,

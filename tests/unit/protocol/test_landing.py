@@ -109,7 +109,7 @@ def test_a_run_is_hashed_where_it_lies_and_once(ledger: Ledger, landing: Landing
     assert [
         VerifyRun(1, LAYOUT.page_offset(0, 5, 16), 48),
         VerifyRun(2, LAYOUT.page_offset(1, 2, 16), 4),
-        VerifyRun(3, 21000 + SLOT * 8, 8),
+        VerifyRun(3, 20016 + SLOT * 24, 8),
     ] == ledger.take_effects()
 
 

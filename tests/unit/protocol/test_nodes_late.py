@@ -48,7 +48,7 @@ from pdcluster_protocol.push.destinations import register_kv_args
 from pdcluster_protocol.push.pairing import page_bytes
 from pdcluster_protocol.ranks import RankPlace
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
-from support.ledgers import BUFFERS, HERE, LAYOUT, OTHER_PEER, PEER, key, node_setup, sent
+from support.ledgers import HERE, LAYOUT, OTHER_PEER, PEER, SLOTS, key, node_setup, sent
 from support.rank_places import rank_places
 
 LEG = LegArrived(key(), "rid", 10, "digest", 4, PEER)
@@ -79,7 +79,7 @@ def registration(mapping: int, *, pages: int = 16) -> RegisterKVArgs:
         base_address=mapping << 32,
         page_count=pages,
         slot_count=4,
-        metadata_buffers=BUFFERS,
+        metadata=SLOTS,
         template=RegisterKVArgs(PEER, "s", (), (), (), mapping=mapping),
     )
 
@@ -327,9 +327,7 @@ def test_a_request_that_ends_badly_writes_nothing_again() -> None:
 
 def test_a_moved_destination_does_not_stop_the_rewrites_of_another() -> None:
     parallel = Parallelism(tp=2)
-    places = rank_places(
-        LAYOUT, parallel, dp_rank=0, page_count=16, slot_count=4, metadata_rows=(16, 8)
-    )
+    places = rank_places(LAYOUT, parallel, dp_rank=0, page_count=16, metadata_rows=(16, 8))
     node = joined(prefill_node(node_setup()))
     lanes = (PEER, OTHER_PEER)
     for rank, peer in enumerate(lanes):
@@ -366,15 +364,13 @@ def registration_of(place: RankPlace, peer: RankAddress, *, mapping: int) -> Reg
         base_address=(mapping << 32) + (place.coordinate.tp << 40),
         page_count=16,
         slot_count=4,
-        metadata_buffers=place.metadata_buffers,
+        metadata=place.metadata,
         template=template,
     )
 
 
 def test_two_replicas_that_claim_one_room_are_told_so_and_get_nothing() -> None:
-    places = rank_places(
-        LAYOUT, Parallelism(tp=2), dp_rank=0, page_count=16, slot_count=4, metadata_rows=(16, 8)
-    )
+    places = rank_places(LAYOUT, Parallelism(tp=2), dp_rank=0, page_count=16, metadata_rows=(16, 8))
     node = joined(prefill_node(node_setup()))
     tell(node, LEG)
     effects: list[Effect] = []

@@ -19,10 +19,10 @@ from pdcluster_protocol.push.destinations import Destination, register_kv_args
 from pdcluster_protocol.push.pairing import Arrived, Pairing, Refusal, page_bytes, page_numbers
 from pdcluster_protocol.ranks import Lane
 from support.ledgers import (
-    BUFFERS,
     LAYOUT,
     OTHER_PEER,
     PEER,
+    SLOTS,
     destination,
     joined_ledger,
     key,
@@ -41,7 +41,7 @@ def registration(session: str = "s", **changes: Any) -> RegisterKVArgs:
         base_address=4096,
         page_count=16,
         slot_count=4,
-        metadata_buffers=BUFFERS,
+        metadata=SLOTS,
         template=RegisterKVArgs(PEER, session, (), (), ()),
     )
     return msgspec.structs.replace(args, **changes)

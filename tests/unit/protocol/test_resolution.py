@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from pdcluster_protocol.effects import Effect, ResolvePeer, Send
+from pdcluster_protocol.effects import ConcludeLeg, Effect, ResolvePeer, Send
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.events import (
     Joined,
@@ -65,3 +66,15 @@ def test_a_refusal_is_not_remembered(node: Node) -> None:
     node.handle(PeerResolved(PEER, None, Reason.PEER_UNREACHABLE, "away"), 1.6)
 
     assert asks(node.handle(leg(3), 1.7))
+
+
+def test_a_prefill_that_announces_no_runs_is_refused_before_it_gets_an_address(node: Node) -> None:
+    plain = msgspec.structs.replace(CARD, wire_min=0, wire_max=0)
+    node.handle(PeerStateChanged("p-1", PeerState.DEAD), 0.1)
+    node.handle(leg(2), 0.2)
+    effects = node.handle(PeerResolved(PEER, plain), 0.3)
+
+    (end,) = [effect for effect in effects if isinstance(effect, ConcludeLeg)]
+    assert Reason.WIRE_ERROR == end.reason
+    assert "plain SGLang" in end.detail
+    assert [] == [effect for effect in effects if isinstance(effect, Send)]

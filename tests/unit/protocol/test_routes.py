@@ -26,9 +26,7 @@ HEADS = KVLayout(
 
 def setup(layout: KVLayout, **sizes: int) -> NodeSetup:
     parallel = Parallelism(**sizes)
-    places = rank_places(
-        layout, parallel, dp_rank=0, page_count=16, slot_count=4, metadata_rows=(16, 8)
-    )
+    places = rank_places(layout, parallel, dp_rank=0, page_count=16, metadata_rows=(16, 8))
     return node_setup(layout=layout, parallel=parallel, ranks=places)
 
 

@@ -128,6 +128,23 @@ def test_a_run_that_is_missing_or_doubled_is_found(at: int) -> None:
     assert "" != fault_of([*runs, runs[at]])
 
 
+def test_one_run_may_be_all_rows_of_the_slot() -> None:
+    slot = Run(9, 3, SLOT, 1, 24, 0)
+    runs = [*complete_runs()[:9], slot]
+
+    assert "" == announced_fault(slot)
+    assert "" == fault_of(runs)
+    assert "metadata buffer 1 came twice" == fault_of([*runs, Run(10, 4, SLOT, 1, 8, 0)])
+    for wrong in (
+        Run(9, 4, SLOT, 1, 24, 0),
+        Run(9, 3, SLOT, 1, 23, 0),
+        Run(9, 3, SLOT, 1, 8, 0),
+        Run(9, 3, SLOT + 1, 1, 24, 0),
+        Run(9, 3, SLOT, 2, 24, 0),
+    ):
+        assert f"metadata run 9 is not of slot {SLOT}" == announced_fault(wrong)
+
+
 @pytest.mark.parametrize(
     ("at", "changes", "what"),
     [

@@ -166,13 +166,30 @@ def test_metadata_rows_go_once_and_to_decodes_slot(bench: Bench) -> None:
     bench.collect()
 
     assert [
-        Write(RUNS + 1, "old", 20000 + 3 * 16, 400_000 + 2 * 16, 16),
-        Write(RUNS + 2, "old", 21000 + 3 * 8, 500_000 + 2 * 8, 8),
+        Write(RUNS + 1, "old", 20000 + 3 * 24, 400_000 + 2 * 16, 16),
+        Write(RUNS + 2, "old", 20016 + 3 * 24, 500_000 + 2 * 8, 8),
     ] == bench.written[RUNS:]
     assert not bench.delivery.landed
     bench.end(RUNS + 1)
     bench.end(RUNS + 2)
     assert bench.delivery.landed
+
+
+def test_rows_that_lie_side_by_side_over_there_too_are_one_write(bench: Bench) -> None:
+    bench.land_everything()
+    bench.delivery.destination = destination("old", buffer_bases=(400_000, 400_016), slot_bytes=24)
+    bench.writing.write_metadata(bench.room, bench.delivery)
+    bench.collect()
+
+    assert [Write(RUNS + 1, "old", 20000 + 3 * 24, 400_000 + 2 * 24, 24)] == bench.written[RUNS:]
+    bench.end(RUNS + 1)
+    assert bench.delivery.landed
+    assert (3, 2, 1, 24) == (
+        bench.delivery.fresh[-1].region,
+        bench.delivery.fresh[-1].first_page,
+        bench.delivery.fresh[-1].pages,
+        bench.delivery.fresh[-1].nbytes,
+    )
 
 
 def test_publishing_repeats_every_run_in_bounded_messages_and_slows_down(bench: Bench) -> None:
