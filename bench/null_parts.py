@@ -181,8 +181,10 @@ class NullCompute:
             return True
         with self._changed:
             self._count += 1
-            heapq.heappush(self._due, (times.begun + pause, self._count, order))
-            self._changed.notify()
+            entry = (times.begun + pause, self._count, order)
+            heapq.heappush(self._due, entry)
+            if self._due[0] is entry:
+                self._changed.notify()
         return True
 
     def stop(self, key: Key) -> None:

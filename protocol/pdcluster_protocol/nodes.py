@@ -8,8 +8,7 @@ what was freed, then considers a fence. It never blocks and a peer's fault never
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
 import msgspec
@@ -120,13 +119,14 @@ class NodeStatistics(msgspec.Struct, frozen=True):
 class Node:
     """One data-parallel rank of one role."""
 
-    __slots__ = ("alone", "fencing", "ledger", "side")
+    __slots__ = ("_failing_alone", "alone", "fencing", "ledger", "side")
 
     def __init__(self, setup: NodeSetup, side: Callable[[Ledger], Side]) -> None:
         self.ledger = Ledger(setup)
         self.alone = AloneRooms(self.ledger)
         self.fencing = Fencing(self.ledger)
         self.side = side(self.ledger)
+        self._failing_alone = FailingAlone(self._condemn)
 
     # --- the interface ---
 
@@ -136,7 +136,7 @@ class Node:
         self._route(event)
         if self.ledger.ready and not self.ledger.fencing:
             while (grant := self.ledger.queue.admit()) is not None:
-                with self._failing_alone():
+                with self._failing_alone:
                     self._granted(grant)
         if self.ledger.pool.quarantined_count or self.ledger.contacts.gone:
             self.fencing.consider(bystanders=self.side.writable_count())
@@ -153,7 +153,7 @@ class Node:
             pages_free=pool.free_count,
             pages_total=pool.size,
             pages_quarantined=pool.quarantined_count,
-            rooms_open=len(self.views()),
+            rooms_open=len(self.side.views()) + len(self.alone.rooms),
             queued=len(self.ledger.queue),
         )
 
@@ -219,13 +219,13 @@ class Node:
         match event:
             case Tick():
                 for clock, key in self.ledger.deadlines.due(self.ledger.now):
-                    with self._failing_alone():
+                    with self._failing_alone:
                         self.side.due(clock, key)
                         self.alone.due(clock, key)
             case Joined() | Drained() | TransportReady() | TransportLost() | PeerStateChanged():
                 self._surroundings(event)
             case _:
-                with self._failing_alone():
+                with self._failing_alone:
                     self._one_room(event)
 
     def _one_room(self, event: Event) -> None:
@@ -244,20 +244,6 @@ class Node:
                 self.alone.stopped(event.key, event.reason, event.detail)
             case _:
                 self.side.local(event)
-
-    @contextmanager
-    def _failing_alone(self) -> Iterator[None]:
-        """Around what concerns one room: a fault of ours ends that room, not the engine.
-
-        Its pages stay locked, since nobody can say any more who uses them. A fault without a key,
-        or in an event of all rooms, goes up and ends the process.
-        """
-        try:
-            yield
-        except LocalProtocolError as fault:
-            if fault.key is None:
-                raise
-            self._condemn(fault.key, fault)
 
     def _condemn(self, key: Key, fault: LocalProtocolError) -> None:
         ledger = self.ledger
@@ -360,6 +346,28 @@ class Node:
             return ""
         capacity = setup.page_count * setup.layout.page_size
         return f"prompt and answer need {tokens} tokens of KV, the pool holds {capacity}"
+
+
+class FailingAlone:
+    """Around what concerns one room: a fault of ours ends that room, not the engine.
+
+    Its pages stay locked, since nobody can say any more who uses them. A fault without a key, or in
+    an event of all rooms, goes up and ends the process.
+    """
+
+    __slots__ = ("_condemn",)
+
+    def __init__(self, condemn: Callable[[Key, LocalProtocolError], None]) -> None:
+        self._condemn = condemn
+
+    def __enter__(self) -> None:
+        """Nothing to begin."""
+
+    def __exit__(self, _kind: object, fault: BaseException | None, _traceback: object) -> bool:
+        if not isinstance(fault, LocalProtocolError) or fault.key is None:
+            return False
+        self._condemn(fault.key, fault)
+        return True
 
 
 def _describe_rank(rank: OwnRank) -> dict[str, object]:

@@ -86,7 +86,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def configure_logging(**bound: str) -> structlog.typing.FilteringBoundLogger:
+def configure_logging(**bound: object) -> structlog.typing.FilteringBoundLogger:
     """A logger that writes JSON lines to stderr.
 
     Every line of the process has the `bound` keys, whichever module's logger wrote it.

@@ -14,6 +14,11 @@ from support.guards import ROOT
 
 ENGINE, SIDECAR = "engine/pdcluster_engine", "sidecar/pdcluster_sidecar"
 TWINS = {
+    (f"{ENGINE}/telemetry.py", f"{SIDECAR}/telemetry.py"): {
+        "configure_logging",
+        "utc_timestamp",
+        "_utc_second",
+    },
     (f"{ENGINE}/keys.py", f"{SIDECAR}/keys.py"): {"load_keys"},
     (f"{ENGINE}/http/server_log.py", f"{SIDECAR}/server_log.py"): {"ServerLog", "server_logger"},
     (f"{ENGINE}/http/connections.py", f"{SIDECAR}/connections.py"): {
