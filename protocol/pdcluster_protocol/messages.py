@@ -181,9 +181,8 @@ class Status(msgspec.Struct, frozen=True, tag="PD_STATUS"):
     runs: int = 0
     """With `SUCCESS`: how many runs this rank has announced in all, with these."""
     landed: tuple[Run, ...] = ()
-    """With `SUCCESS`: the last ones of them, where they are few, instead of a `RunsLanded`."""
+    """With `SUCCESS`: the last of them, if they are few, instead of a `RunsLanded` of `epoch`."""
     epoch: int = 0
-    """Of `landed`."""
     drained: bool = True
     """False: an earlier write of this key ended without proof; decode must fence before re-use."""
     prompt_tokens: int = 0

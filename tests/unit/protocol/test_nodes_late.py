@@ -31,7 +31,6 @@ from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import (
     Abort,
     AbortAck,
-    Accepted,
     Concluded,
     InstanceCard,
     KVPoll,
@@ -103,36 +102,6 @@ def computing_prefill(mapping: int) -> Node:
     tell(node, LEG)
     hear(node, metadata(mapping))
     return node
-
-
-def accepted(effects: list[Effect]) -> list[NodeMessage]:
-    return [message for _, message in sent(effects) if isinstance(message, Accepted)]
-
-
-def test_metadata_is_answered_before_its_repeat_when_nothing_follows_from_it() -> None:
-    node = joined(prefill_node(node_setup()))
-    limits = node.ledger.setup.limits
-    hear(node, registration(1))
-    tell(node, LEG)
-    assert [] == accepted(hear(node, metadata(1)))
-    due = node.deadline()
-    assert due is not None
-    assert 1.0 < due < 1.0 + limits.retransmit_seconds_min
-
-    assert [Accepted(key(), 0)] == accepted(node.handle(Tick(), due))
-    # A repeat says that the answer was lost.
-    assert [Accepted(key(), 0)] == accepted(hear(node, metadata(1)))
-
-
-def test_runs_answer_metadata_too() -> None:
-    node = computing_prefill(1)
-    due = node.deadline()
-    assert due is not None
-    (write,) = [e for e in tell(node, RowsWritten(key(), 0, 0, 4)) if isinstance(e, Write)]
-    landed = tell(node, OperationDone(write.operation, ok=True, digest=5))
-
-    assert [RunsLanded] == [type(message) for _, message in sent(landed)]
-    assert [] == accepted(node.handle(Tick(), due))
 
 
 def test_runs_in_a_status_of_another_reservation_are_not_looked_at() -> None:
