@@ -169,6 +169,9 @@ class OwnerLoop:
         deadline = self._node.deadline()
         if deadline is not None and deadline <= now:
             self._handle(Tick(), now)
+        # Peers wait for what the turn has to say, and nobody for what is told of it.
+        for port in self._ports:
+            port.link.flush(now)
         self._publish(now)
         for port in self._ports:
             port.link.flush(now)

@@ -317,8 +317,6 @@ def _http_mac(key: bytes, framed: bytes, counter: int, body: bytes) -> str:
 
 
 def _frame_mac(key: bytes, frames: Iterable[bytes]) -> bytes:
-    state = hmac.new(key, b"pd-frames-1", "sha256")
-    for frame in frames:
-        state.update(len(frame).to_bytes(8, "big"))
-        state.update(frame)
-    return state.digest()
+    # One call: a message has a dozen frames, and updating by each cost four times the hash.
+    parts = [part for frame in frames for part in (len(frame).to_bytes(8, "big"), frame)]
+    return hmac.digest(key, b"pd-frames-1" + b"".join(parts), "sha256")

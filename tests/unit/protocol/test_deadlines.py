@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from pdcluster_protocol.deadlines import Deadlines
 
 
@@ -55,6 +57,31 @@ def test_a_deadline_that_moves_forever_does_not_grow_the_heap() -> None:
 
     assert len(deadlines._heap) <= 64 + 4 + 1
     assert ["stall"] == deadlines.due(9_999.0)
+
+
+def test_whatever_is_set_moved_and_cleared_comes_when_a_plain_table_says() -> None:
+    seed = 20261201
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    deadlines: Deadlines[int] = Deadlines()
+    plain: dict[int, float] = {}
+    now = 0.0
+    for _ in range(20_000):
+        name = dice.randrange(8)
+        match dice.randrange(4):
+            case 0 | 1:
+                plain[name] = now + dice.randrange(6)
+                deadlines.set(name, plain[name])
+            case 2:
+                plain.pop(name, None)
+                deadlines.clear(name)
+            case _:
+                now += dice.randrange(3)
+                due = {each for each, when in plain.items() if when <= now}
+                assert due == set(deadlines.due(now))
+                plain = {each: when for each, when in plain.items() if each not in due}
+        assert min(plain.values(), default=None) == deadlines.next()
+        assert set(plain) == set(deadlines.names())
 
 
 def test_the_order_of_equal_times_never_compares_names() -> None:
