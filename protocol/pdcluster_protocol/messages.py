@@ -1,15 +1,13 @@
 """What our processes say to each other: node to node, engine to its sidecar, sidecar to sidecar.
 
 Three families, each a tagged union:
-
 - `NodeMessage`: from one rank's node to another's. They travel engine → link → sidecar → ZMQ →
   sidecar → link → engine. Those that SGLang knows are put into its frames by `push.frames`; what we
   add (key, incarnation, our extra fields, MAC) rides in two trailing frames.
 - `LinkMessage`: over the unix socket between an engine and its own sidecar.
 - `SidecarMessage`: between two sidecars on the control channel (`sidecar_messages`).
 
-Page lists are raw little-endian int32 bytes, as in SGLang's frames: an 80 µs decode for 16,384
-pages instead of 1.3 ms as a list.
+Page lists are raw little-endian int32 bytes as in SGLang's frames: 16,384 are read in 80 µs.
 """
 
 from __future__ import annotations
@@ -133,10 +131,7 @@ class AbortAck(msgspec.Struct, frozen=True, tag="PD_ABORT_ACK"):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="PD_ACCEPTED"):
-    """Prefill → decode: the metadata of this key has arrived; stop repeating it.
-
-    Said when nothing else has said so for a while: runs and the status do.
-    """
+    """Prefill → decode: metadata has arrived; left out where runs or a status say so in time."""
 
     key: Key
     rank: int
@@ -179,9 +174,8 @@ class Status(msgspec.Struct, frozen=True, tag="PD_STATUS"):
     rank: int
     # ours, in the trailer
     runs: int = 0
-    """With `SUCCESS`: how many runs this rank has announced in all, with these."""
+    """With `SUCCESS`: how many this rank has announced in all, the last ones maybe in `landed`."""
     landed: tuple[Run, ...] = ()
-    """With `SUCCESS`: the last of them, if they are few, instead of a `RunsLanded` of `epoch`."""
     epoch: int = 0
     drained: bool = True
     """False: an earlier write of this key ended without proof; decode must fence before re-use."""

@@ -156,9 +156,8 @@ class DecodeRooms:
         ledger.advance(RECEIVER, room, ReceiverTrigger.ADMITTED, f"{len(room.pages)} pages")
         ledger.stop_clocks(room.key, (Clock.BOOTSTRAP,))
         ledger.set_clock(Clock.STALL, room.key, timeouts.stall_seconds)
-        ledger.set_clock(
-            Clock.TOTAL, room.key, room.leg.budget_seconds or timeouts.transfer_seconds
-        )
+        total_seconds = room.leg.budget_seconds or timeouts.transfer_seconds
+        ledger.set_clock(Clock.TOTAL, room.key, total_seconds)
         self.publishing.publish(room)
 
     # --- prefill's messages ---

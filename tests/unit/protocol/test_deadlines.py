@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from pdcluster_protocol.deadlines import Deadlines
 
 
@@ -59,9 +61,8 @@ def test_a_deadline_that_moves_forever_does_not_grow_the_heap() -> None:
     assert ["stall"] == deadlines.due(9_999.0)
 
 
-def test_whatever_is_set_moved_and_cleared_comes_when_a_plain_table_says() -> None:
-    seed = 20261201
-    print(f"seed {seed}")
+@pytest.mark.parametrize("seed", [20261201])
+def test_whatever_is_set_moved_and_cleared_comes_when_a_plain_table_says(seed: int) -> None:
     dice = random.Random(seed)
     deadlines: Deadlines[int] = Deadlines()
     plain: dict[int, float] = {}

@@ -30,7 +30,7 @@ from pdcluster_protocol.push.destinations import register_kv_args
 from pdcluster_protocol.push.pairing import page_bytes
 from pdcluster_protocol.topology import RankCoordinate
 from support.instances import hello, instance
-from support.ledgers import BUFFERS, HERE, LAYOUT, OTHER_PEER, PEER, key, node_setup, sent
+from support.ledgers import HERE, LAYOUT, OTHER_PEER, PEER, SLOTS, key, node_setup, sent
 
 REFUSED = [(KVPoll.FAILED, Reason.SHUTTING_DOWN)]
 
@@ -61,7 +61,7 @@ def _registration(peer: RankAddress) -> RegisterKVArgs:
         base_address=1 << 32,
         page_count=16,
         slot_count=4,
-        metadata_buffers=BUFFERS,
+        metadata=SLOTS,
         template=RegisterKVArgs(peer, "s", (), (), (), mapping=1),
     )
 
