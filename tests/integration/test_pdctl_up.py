@@ -21,6 +21,7 @@ from pdctl.preflight import can_listen
 from pdctl.proc import descendants
 from pdctl.web import exchange
 from support.ports import free_ports
+from support.promptness import PROMPT_SECONDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -123,7 +124,7 @@ def test_up_proves_itself_and_ctrl_c_leaves_nothing(runtime: Path, foreground: F
     foreground.popen.send_signal(signal.SIGINT)
     foreground.popen.wait(DEADLINE_SECONDS)
 
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < PROMPT_SECONDS
     assert 0 == foreground.popen.returncode
     until_gone(runtime, pids)
     assert can_listen("127.0.0.1", int(foreground.port))
