@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 PROMPT_SECONDS = 6.0
-"""Enough for a process to end; what is waited for in vain (a death that nobody tells, a drain) takes
-10 s or more."""
+"""Enough for a process to end.
+
+What is waited for in vain, a death that nobody tells or a drain, takes 10 s or more.
+"""
