@@ -45,7 +45,9 @@ class SidecarCalls:
         self._signer = signer
         self._verifier = verifier
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=256, limit_per_host=16, keepalive_timeout=15),
+            # Bounded for each sidecar only: a call is held at every one of them, and aborts must
+            # not wait for that.
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=16, keepalive_timeout=15),
             auto_decompress=False,
         )
         self._aborts: set[asyncio.Task[None]] = set()
