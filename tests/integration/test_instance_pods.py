@@ -142,7 +142,8 @@ async def test_a_restarted_sidecar_ends_nothing(instance: Instance, killed: str)
     index = ("leader", "other").index(killed)
     sidecar: SidecarProcess = getattr(instance, killed)
     await sidecar.stop(signal.SIGKILL)
-    await engines[index].closed.wait()
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        await engines[index].closed.wait()
     await sidecar.start()
 
     again = instance.engine(index, incarnation=old)
@@ -160,13 +161,15 @@ async def test_a_restarted_sidecar_serves_as_soon_as_its_engine_is_back(
     index = ("leader", "other").index(killed)
     sidecar: SidecarProcess = getattr(instance, killed)
     await sidecar.stop(signal.SIGKILL)
-    await engines[index].closed.wait()
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        await engines[index].closed.wait()
     again = instance.engine(index, incarnation=engines[0].answer.incarnation)
 
     async def back() -> bool:
         try:
             return "" == (await again.open()).refused
-        except OSError:
+        except (FileNotFoundError, ConnectionRefusedError):
+            # Its socket is not there yet.
             return False
 
     await asyncio.gather(sidecar.start(), until(back))
