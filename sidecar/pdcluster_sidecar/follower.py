@@ -103,12 +103,20 @@ class FollowerRelay(Relay):
             if now >= self._asked_at.get(address, now - ASK_AGAIN_SECONDS) + ASK_AGAIN_SECONDS
         )
 
+    def reporting(self, report: PodReport) -> None:
+        """This report leaves: its questions are asked. Their answers may come before its own."""
+        self._asked_at |= dict.fromkeys(report.questions, self._loop.time())
+
     def reported(self, report: PodReport) -> None:
         """The leader has this report."""
         for death in report.ended:
             if death in self.ended:
                 self.ended.remove(death)
-        self._asked_at |= dict.fromkeys(report.questions, self._loop.time())
+
+    def unheard(self, report: PodReport) -> None:
+        """The leader may not have it: the questions are asked again in the next one."""
+        for address in report.questions:
+            self._asked_at.pop(address, None)
 
     def drains(self) -> None:
         """A rank here drains: the leader tells everybody."""
@@ -238,9 +246,11 @@ class Follower:
                 pass
             self._woken.clear()
             report = self._report()
+            self._relay.reporting(report)
             try:
                 answer = await self._call(REPORT_PATH, report, PodAnswer)
             except PDClusterError as error:
+                self._relay.unheard(report)
                 self._failed(error)
                 await asyncio.sleep(AGAIN_SECONDS)
             else:
