@@ -134,7 +134,7 @@ class Node:
         """Take one event at a time `now` (monotonic seconds); return what to do."""
         self.ledger.now = now
         self._route(event)
-        if self.ledger.ready and not self.ledger.fencing:
+        if self.ledger.queue and self.ledger.ready and not self.ledger.fencing:
             while (grant := self.ledger.queue.admit()) is not None:
                 with self._failing_alone:
                     self._granted(grant)

@@ -53,6 +53,8 @@ class RunPlanner:
 
     __slots__ = (
         "_bytes_max",
+        "_cuttable",
+        "_left",
         "_page_size",
         "_pages",
         "_parts",
@@ -79,21 +81,28 @@ class RunPlanner:
         self._ready = [0] * len(self._parts)
         """Pages of each part whose rows are final, and below those that were cut into runs."""
         self._planned = [0] * len(self._parts)
+        self._cuttable = 0
+        self._left = len(self._parts) * len(pages)
+        """Pages over all parts that can be cut now, and that are not cut yet."""
 
     def rows_written(self, region: int, end: int) -> None:
         """The rows of a region of the whole layout up to token `end` are final."""
         final = self._final(end)
         for index, part in enumerate(self._parts):
             if part.region == region:
-                self._ready[index] = max(self._ready[index], final)
+                more = max(final - self._ready[index], 0)
+                self._ready[index] += more
+                self._cuttable += more
 
     @property
     def complete(self) -> bool:
         """Whether every row has been cut into a run."""
-        return all(page == len(self._pages) for page in self._planned)
+        return self._left == 0
 
     def next(self) -> PlannedRun | None:
         """The next run whose rows are final, lowest page first, or None."""
+        if not self._cuttable:
+            return None
         best: int | None = None
         for index, planned in enumerate(self._planned):
             if self._ready[index] > planned and (best is None or planned < self._planned[best]):
@@ -111,6 +120,8 @@ class RunPlanner:
         first = self._pages[start]
         length = self._length(index, start)
         self._planned[index] = start + length
+        self._cuttable -= length
+        self._left -= length
         rows = min(self._prompt_tokens - first.position * self._page_size, length * self._page_size)
         run = PlannedRun(
             source_region=part.source_region,
