@@ -6,11 +6,13 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
 
 from pdcluster_protocol.ids import ROOM_MAX, Role
+from pdcluster_sidecar.router.tokens import Codec
 from support.canned import CannedWorker, World, answer, byte_tokenizer, world
 
 HELLO_IDS = byte_tokenizer().encode("hello").ids
@@ -91,6 +93,25 @@ async def test_a_long_prompt_is_tokenised_beside_the_loop(tmp_path: Path) -> Non
 
         assert 200 == response.status
         assert 9000 == len(here.legs(Role.DECODE)[0].body["input_ids"])
+
+
+@pytest.mark.parametrize("prompt", ["hello", "x" * 9000])
+async def test_a_fault_of_our_own_ends_its_request_in_words_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    async with world(tmp_path, max_context=20000) as here:
+        told: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: told.append(context["exception"])
+        )
+        fault = ZeroDivisionError("planted")
+        with monkeypatch.context() as planted:
+            planted.setattr(Codec, "encode_request", Mock(side_effect=fault))
+            response = await post(here, "/v1/completions", {"prompt": prompt})
+            assert 500 == response.status
+            assert "InvariantViolated" == (await response.json())["error"]["code"]
+        assert [fault] == told
+        assert 200 == (await post(here, "/v1/completions", {"prompt": prompt})).status
 
 
 async def test_what_only_a_router_may_say_is_never_taken_from_a_client(tmp_path: Path) -> None:

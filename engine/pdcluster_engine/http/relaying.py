@@ -14,6 +14,7 @@ is relayed twice.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Final
 
 import aiohttp
@@ -122,7 +123,16 @@ class RelayingEngine:
         relayed.task = asyncio.get_running_loop().create_task(
             relayed.run(self._session, self._signer)
         )
-        relayed.task.add_done_callback(lambda _: self._relayed.pop(key.room, None))
+        relayed.task.add_done_callback(partial(self._over, relayed))
+
+    def _over(self, relayed: _Relayed, task: asyncio.Task[None]) -> None:
+        self._relayed.pop(relayed.submission.key.room, None)
+        fault = None if task.cancelled() else task.exception()
+        if fault is not None:
+            relayed.end(Reason.INVARIANT_VIOLATED, f"a fault while it was relayed: {fault!r}")
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"relaying {relayed.submission.rid} failed here", "exception": fault}
+            )
 
     def cancel(self, key: Key, reason: Reason, detail: str = "") -> None:
         """End a sequence, wherever it is computed."""
@@ -170,23 +180,23 @@ class _Relayed:
                 url, data=body, headers={HEADER: signature}, allow_redirects=False
             ) as answer:
                 if answer.status != 200:
-                    self._end(*await _refusal(answer))
+                    self.end(*await _refusal(answer))
                     return
                 await self._listen(answer)
-            self._end(Reason.ENGINE_DIED, f"{self._place} closed the connection before the end")
+            self.end(Reason.ENGINE_DIED, f"{self._place} closed the connection before the end")
         except WireError as error:
-            self._end(error.reason, f"{self._place}: {error.detail}")
+            self.end(error.reason, f"{self._place}: {error.detail}")
         except aiohttp.ClientConnectorError as error:
-            self._end(Reason.PEER_UNREACHABLE, f"{self._place} is not reachable: {error.strerror}")
+            self.end(Reason.PEER_UNREACHABLE, f"{self._place} is not reachable: {error.strerror}")
         except TimeoutError:
-            self._end(Reason.STALLED, f"{self._place} was silent for {SILENCE_SECONDS:g} s")
+            self.end(Reason.STALLED, f"{self._place} was silent for {SILENCE_SECONDS:g} s")
         except (aiohttp.ClientError, OSError) as error:
             what = str(error) or type(error).__name__
-            self._end(Reason.ENGINE_DIED, f"{self._place} broke off: {what}")
+            self.end(Reason.ENGINE_DIED, f"{self._place} broke off: {what}")
 
     def cancel(self, reason: Reason, detail: str) -> None:
         """End it here at once; the closed connection ends it there."""
-        self._end(reason, detail)
+        self.end(reason, detail)
         if self.task is not None:
             self.task.cancel()
 
@@ -199,9 +209,10 @@ class _Relayed:
                     for output in told.outputs:
                         self._sink.emit(output)
                 if told.ended:
-                    self._end(told.reason, told.detail)
+                    self.end(told.reason, told.detail)
 
-    def _end(self, reason: Reason | None, detail: str) -> None:
+    def end(self, reason: Reason | None, detail: str) -> None:
+        """Tell the sink, once."""
         if self._ended:
             return
         self._ended = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from pdcluster_protocol.config import RouterConfig
@@ -25,6 +26,7 @@ from pdcluster_sidecar.router.sequence import Surroundings
 from pdcluster_sidecar.router.tokens import SHORT_CHARACTERS_MAX, Codec, needs_codec, text_length
 
 TOKENISER_THREADS: Final = 2
+OWN_FAULT: Final = "a fault of this router's own; its log says which"
 
 
 class Front:
@@ -59,6 +61,8 @@ class Front:
                 request.start(self.tokenise(parsed, codec), codec)
         except PDClusterError as error:
             request.refuse(Failure.of(error))
+        except Exception as fault:  # noqa: BLE001  Told to the client and to the log.
+            self._own_fault(request, fault)
 
     def tokenise(self, parsed: ParsedRequest, codec: Codec | None) -> list[list[int]]:
         """The ids of all prompts.
@@ -82,7 +86,20 @@ class Front:
             raise Overloaded("too many prompts wait for the tokenizer; try again later")
         task = asyncio.get_running_loop().create_task(self._prepare(request, parsed))
         self._preparing.add(task)
-        task.add_done_callback(self._preparing.discard)
+        task.add_done_callback(partial(self._prepared, request))
+
+    def _prepared(self, request: ClientRequest, task: asyncio.Task[None]) -> None:
+        self._preparing.discard(task)
+        fault = None if task.cancelled() else task.exception()
+        if fault is not None:
+            self._own_fault(request, fault)
+
+    def _own_fault(self, request: ClientRequest, fault: BaseException) -> None:
+        """One request fails by it, in words; the log has the rest."""
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": f"request {request.rid} failed here", "exception": fault}
+        )
+        request.refuse(Failure.because(Reason.INVARIANT_VIOLATED, OWN_FAULT))
 
     async def _prepare(self, request: ClientRequest, parsed: ParsedRequest) -> None:
         """Tokenise in a thread, and before that wait for the first tokenizer."""

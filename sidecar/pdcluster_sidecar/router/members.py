@@ -213,6 +213,11 @@ class Members:
         except PDClusterError as error:
             problem = error.detail
             self._note_silence(watched)
+        except Exception:
+            # A fault of ours must not end the watch, for then nobody would hear of a death.
+            log.exception("member not looked at", peer=watched.member.instance)
+            problem = "looking at it failed here; the router's log says how"
+            self._note_silence(watched)
         if problem != watched.problem:
             watched.problem = problem
             log.info("member_changed", peer=watched.member.instance, detail=problem or "heard")

@@ -49,6 +49,11 @@ async def _serve(config: RouterConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    loop.set_exception_handler(
+        lambda _, context: log.error(
+            "callback failed", detail=context.get("message"), exc_info=context.get("exception")
+        )
+    )
     router = Router(config, load_keys(config.keys_folder))
     try:
         await router.start()

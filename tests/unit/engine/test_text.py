@@ -73,6 +73,8 @@ def test_a_template_runs_in_a_sandbox_and_may_refuse() -> None:
         render("{{ ''.__class__.__mro__ }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="by zero"):
+        render("{{ 1 // 0 }}")
     assert '{"a": "<ä>"}' == render("{{ {'a': '<ä>'} | tojson }}")
     with pytest.raises(ConfigError, match="chat_template, line 1"):
         render("{% if %}")

@@ -51,7 +51,7 @@ class Calls:
             ready=True,
         )
         self.report = LoadReport("i1", True, False, (Load(pages_free=1), Load(pages_free=2)))
-        self.down = False
+        self.fault: Exception | None = None
         self.tokenizers = 0
         self.turns = 0
         self.held = 0
@@ -70,8 +70,8 @@ class Calls:
             self.turns += 1
             self.turned.notify_all()
         await self.answering.wait()
-        if self.down:
-            raise CallFailed("it does not answer")
+        if self.fault is not None:
+            raise self.fault
         return self.report
 
     async def held_load(self, address: RankAddress, incarnation: str) -> LoadReport:
@@ -278,7 +278,7 @@ async def test_another_incarnation_means_that_the_old_one_is_dead() -> None:
 
 async def test_silence_is_unknown_first_then_told_once_and_ends_with_a_report() -> None:
     async with watching() as watch:
-        watch.calls.down = True
+        watch.calls.fault = CallFailed("it does not answer")
         watch.at += 1.9
         await watch.turn()
         assert 1 == len(watch.members.candidates())
@@ -291,9 +291,20 @@ async def test_silence_is_unknown_first_then_told_once_and_ends_with_a_report() 
         await watch.turn()
         assert [("silent", "i1")] == watch.told
 
-        watch.calls.down = False
+        watch.calls.fault = None
         await watch.turn()
         assert [("silent", "i1"), ("heard", "i1")] == watch.told
+        assert 1 == len(watch.members.candidates())
+
+
+async def test_a_fault_of_our_own_is_named_and_does_not_end_the_watch() -> None:
+    async with watching() as watch:
+        watch.calls.fault = ZeroDivisionError("planted")
+        await watch.turn()
+        assert "looking at it failed here; the router's log says how" == watch.problem
+        watch.calls.fault = None
+        await watch.turn()
+        assert "" == watch.problem
         assert 1 == len(watch.members.candidates())
 
 
