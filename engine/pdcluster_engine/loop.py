@@ -10,6 +10,7 @@ Only this thread touches the node, the transports and the links. Other threads p
 
 from __future__ import annotations
 
+import math
 import selectors
 import threading
 import time
@@ -54,6 +55,8 @@ from pdcluster_protocol.messages import (
 )
 
 PULSE_SECONDS = 0.5
+PARTED_SECONDS = 10.0
+"""While it drains: without a sidecar for so long it is not being restarted."""
 """The loop turns at least this often, so a counter that stands still for 2 s means a hang."""
 _FOLLOWUPS_MAX = 100_000
 """A node that answers an event with itself for ever is a bug, not a wait."""
@@ -108,6 +111,7 @@ class OwnerLoop:
         self._executor = executor
         self._shared = shared
         self._instance_done = False
+        self._joined_at = -math.inf
         """No rank of the instance has a room left."""
         self._drain_told = (False, False)
         """What the sidecar knows of our drain: whether there is one, whether anything is left."""
@@ -306,8 +310,11 @@ class OwnerLoop:
             joined=joined,
             transport_ready=all(port.transport_ready for port in self._ports),
         )
-        if empty and (self._instance_done or not (self._shared and joined)):
-            # Without a sidecar nobody can say whether another rank has a room left.
+        if joined:
+            self._joined_at = now
+        # Without a sidecar nobody can say whether another rank has a room left.
+        parted = now >= self._joined_at + PARTED_SECONDS
+        if empty and (self._instance_done or parted or not self._shared):
             self.done.set()
         if now < self._pulse_at and self._drain_told == (draining, empty):
             return

@@ -165,9 +165,13 @@ class FollowerRelay(Relay):
         self._answers.clear()
         for card in cards:
             try:
-                self.peers.meet(card, self._loop.time())
+                _, died = self.peers.meet(card, self._loop.time())
             except PDClusterError as error:
                 self._log.warning("peer not taken", peer=card.instance, detail=error.detail)
+                continue
+            if died is not None:
+                # The order that said so was lost when too many waited.
+                self._ranks.to_own(died)
         self._metrics.set_peers(self.peers.counts())
 
     def _peer_changed(self, changed: PeerChanged) -> None:

@@ -94,8 +94,11 @@ class PeerTable:
 
         Raises:
             Overloaded: as many peers as there may be are alive.
-            RemoteProtocolError: the card is an old one; its instance has begun anew since.
+            RemoteProtocolError: the card is an old one, since its instance has begun anew; or it
+                names no rank.
         """
+        if not card.ranks:
+            raise RemoteProtocolError(f"ranks: the card of {card.instance} names none")
         known = self._by_instance.get(card.instance)
         changed = None
         earlier: tuple[str, ...] = ()

@@ -23,21 +23,25 @@ from pdcluster_protocol.control_api import (
     PeersKnown,
     PodCard,
 )
+from pdcluster_protocol.errors import RemoteProtocolError
 from pdcluster_protocol.messages import DumpRequested, InstanceCard
 from pdcluster_protocol.topology import RankCoordinate
 from pdcluster_sidecar.telemetry import Dropped, Metrics
 
 QUEUED_MAX: Final = 4096
 BATCH_MAX: Final = 256
+EARLIER_MAX: Final = 8
 
 
 class Pod:
     """One other pod, in one session of its sidecar."""
 
-    __slots__ = ("_changed", "_first", "_orders", "card")
+    __slots__ = ("_changed", "_first", "_orders", "card", "earlier")
 
-    def __init__(self, card: PodCard) -> None:
+    def __init__(self, card: PodCard, earlier: deque[str]) -> None:
         self.card = card
+        self.earlier: Final = earlier
+        """Sessions of this pod that are over: a call of theirs may still arrive."""
         self._first = 1
         self._orders: deque[Order] = deque()
         self._changed = asyncio.Event()
@@ -99,10 +103,21 @@ class Pods:
         self._dump_count = 0
 
     def of(self, card: PodCard) -> Pod:
-        """The pod of this card; a new session of it begins with all peers."""
+        """The pod of this card; a new session of it begins with all peers.
+
+        Raises:
+            RemoteProtocolError: its sidecar has been started anew since this call began.
+        """
         pod = self._pods.get(card.node)
         if pod is None or pod.card != card:
-            pod = self._pods[card.node] = Pod(card)
+            earlier = deque[str](maxlen=EARLIER_MAX) if pod is None else pod.earlier
+            if card.session in earlier:
+                raise RemoteProtocolError(
+                    f"session {card.session} of pod {card.node} has ended; another took its place"
+                )
+            if pod is not None:
+                earlier.append(pod.card.session)
+            pod = self._pods[card.node] = Pod(card, earlier)
             pod.send(PeersKnown(tuple(self.peers())))
         return pod
 

@@ -59,11 +59,18 @@ class Child:
             except OSError:
                 ours.close()
                 raise
-        if popen.stderr is None:
-            raise OSError("the transfer process has no stderr")
-        stderr_fd = os.dup(popen.stderr.fileno())
-        popen.stderr.close()
-        return cls(popen, Channel(ours, FromProcess), stderr_fd)
+        stderr_fd = -1
+        try:
+            stderr_fd = _detached_stderr(popen)
+            return cls(popen, Channel(ours, FromProcess), stderr_fd)
+        except OSError:
+            # No descriptor was left. Nobody would look after it, so it must not be.
+            popen.kill()
+            popen.wait()
+            ours.close()
+            if stderr_fd >= 0:
+                os.close(stderr_fd)
+            raise
 
     @property
     def pid(self) -> int:
@@ -135,6 +142,14 @@ def _start(argument: ProcessSettings, *, pass_fds: tuple[int, ...]) -> subproces
         env=_environment(),
         process_group=0,
     )
+
+
+def _detached_stderr(popen: subprocess.Popen[bytes]) -> int:
+    """A descriptor of its log that no reader of Python holds a buffer for."""
+    if popen.stderr is None:
+        raise OSError("the transfer process has no stderr")
+    with popen.stderr:
+        return os.dup(popen.stderr.fileno())
 
 
 def _environment() -> dict[str, str]:

@@ -34,6 +34,8 @@ class Delivery(msgspec.Struct, kw_only=True):
     again: list[PlannedRun] = []
     """To be written again under the present session."""
     announced: list[Run] = []
+    repeated: int = 0
+    """So many of them were told again in the present round of repeats."""
     fresh: list[Run] = []
     """Landed but not yet announced."""
     metadata_planned: bool = False
@@ -57,6 +59,13 @@ class Delivery(msgspec.Struct, kw_only=True):
         fresh, self.fresh = self.fresh, []
         self.announced += fresh
         return fresh
+
+    def take_repeats(self, most: int) -> list[Run]:
+        """What is to be announced again now: everything in turn, so much at a time."""
+        start = self.repeated if self.repeated < len(self.announced) else 0
+        runs = self.announced[start : start + most]
+        self.repeated = start + len(runs)
+        return runs
 
     @property
     def kv_landed(self) -> bool:

@@ -22,6 +22,7 @@ from pdcluster_protocol.push.sender import SenderState
 from pdcluster_protocol.ranks import Lane
 
 ANNOUNCE_BATCH = 8
+REPEATED_MESSAGES_MAX = 64
 LATE_BYTES_MAX = 1 << 20
 """So much of KV is hashed in no more time than its metadata rows need; it waits for the status."""
 
@@ -108,13 +109,18 @@ class Writing:
                 self._ledger.send(delivery.lane, Accepted(room.wire_key, delivery.lane.rank))
 
     def publish(self, room: PrefillRoom, *, repeated: bool) -> None:
-        """The final status with what is still to be announced; repeated, it is all of it."""
+        """The final status with what is still to be announced; repeated, everything again in turn.
+
+        Not all of it at once where it is much: decode may need longer to verify it than we wait
+        before we repeat, and what nobody misses must not fill the queues of the sidecars.
+        """
         ledger = self._ledger
+        repeats_max = REPEATED_MESSAGES_MAX * ledger.setup.limits.runs_per_message_max
         assert room.wire_key is not None
         for delivery in room.deliveries.values():
             runs = delivery.take_fresh()
             if repeated:
-                runs = delivery.announced
+                runs = delivery.take_repeats(repeats_max)
             if len(runs) > ledger.setup.limits.runs_per_status_max:
                 self._announce(room, delivery, runs)
                 runs = []

@@ -10,6 +10,7 @@ from pdcluster_protocol.events import LegArrived
 from pdcluster_protocol.ledger import Ledger
 from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import Accepted, KVPoll, RunsLanded, Status
+from pdcluster_protocol.push import writing as writing_module
 from pdcluster_protocol.push.delivery import Delivery
 from pdcluster_protocol.push.prefill_room import PrefillRoom
 from pdcluster_protocol.push.sender import SenderState
@@ -216,6 +217,20 @@ def test_publishing_repeats_every_run_in_bounded_messages_and_slows_down(bench: 
     assert [expected] * 2 == bench.statuses
     assert 0.4 == bench.ledger.deadlines.next()
     assert 0.8 == bench.room.repeat_seconds
+
+
+def test_of_very_many_runs_a_repeat_tells_the_next_ones(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing_module, "REPEATED_MESSAGES_MAX", 2)
+    bench.land_everything()
+    for _ in range(3):
+        bench.writing.publish(bench.room, repeated=True)
+    bench.collect()
+    told = [[run.index for run in status.landed] for status in bench.statuses[-3:]]
+
+    assert [list(range(20)), list(range(20, RUNS)), list(range(20))] == told
+    assert [RUNS] * 3 == [status.runs for status in bench.statuses[-3:]]
 
 
 def last_run(bench: Bench) -> None:

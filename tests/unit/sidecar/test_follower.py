@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 import structlog
 
 from pdcluster_protocol.authentication import HttpSigner, HttpVerifier
 from pdcluster_protocol.config import SidecarConfig
-from pdcluster_protocol.control_api import PodReport
+from pdcluster_protocol.control_api import PeersKnown, PodReport
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ids import RankAddress, Role
 from pdcluster_protocol.limits import Limits
-from pdcluster_protocol.messages import Resolved
-from pdcluster_protocol.topology import Parallelism
+from pdcluster_protocol.messages import InstanceCard, PeerChanged, PeerState, RankCard, Resolved
+from pdcluster_protocol.topology import Parallelism, RankCoordinate
 from pdcluster_sidecar.client import SidecarClient
 from pdcluster_sidecar.context import Context
 from pdcluster_sidecar.follower import FollowerRelay
@@ -109,3 +110,17 @@ async def test_what_was_asked_in_a_lost_report_is_asked_in_the_next_one(pod: Rel
     pod.relay.unheard(pod.report())
 
     assert (ASKED,) == pod.report().questions
+
+
+async def test_a_death_whose_order_was_lost_is_told_by_its_successors_card(
+    pod: Relaying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(pod.relay._ranks, "to_own", told.append)
+    for incarnation in ("i-1", "i-2"):
+        ranks = (RankCard(RankCoordinate(), ASKED, 30000),)
+        card = InstanceCard("c", "p-0", "prefill", incarnation, "s", ASKED, ranks=ranks)
+        assert pod.relay.obey(PeersKnown((card,))) is None
+
+    died = PeerChanged("i-1", PeerState.DEAD, "another incarnation took its place")
+    assert [died] == told

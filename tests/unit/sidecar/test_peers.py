@@ -41,6 +41,11 @@ def test_a_peer_is_found_by_session_rank_and_bootstrap_address() -> None:
     assert peer is table.of_bootstrap(HTTP)
 
 
+def test_a_card_without_ranks_is_refused() -> None:
+    with pytest.raises(RemoteProtocolError, match="ranks: the card of p-0 names none"):
+        PeerTable(Limits()).meet(card(ranks=()), 0.0)
+
+
 def test_a_restarted_sidecar_is_the_same_peer_under_a_new_session() -> None:
     table = PeerTable(Limits())
     peer, _ = table.meet(card(), 0.0)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from pdcluster_protocol.control_api import Dump, Orders, OrdersAsked, PeersKnown, PodCard
-from pdcluster_protocol.errors import Reason
+from pdcluster_protocol.errors import Reason, RemoteProtocolError
 from pdcluster_protocol.ids import RankAddress
 from pdcluster_protocol.messages import CancelLeg, DumpRequested
 from pdcluster_protocol.topology import RankCoordinate
@@ -50,6 +50,18 @@ async def test_a_new_session_of_a_pod_begins_anew() -> None:
     pods.order(cancel(1))
     again = await ask(pods, 0, card=PodCard(1, HTTP, "s-2"))
     assert (1, (NO_PEERS,)) == (again.first, again.orders)
+
+
+async def test_a_late_call_of_an_earlier_session_takes_nothing_from_the_present_one() -> None:
+    pods = Pods("leader", Metrics())
+    await ask(pods, 0)
+    present = PodCard(1, HTTP, "s-2")
+    await ask(pods, 0, card=present)
+    pods.order(cancel(1))
+    with pytest.raises(RemoteProtocolError, match="session s-1 of pod 1 has ended"):
+        await ask(pods, 0)
+
+    assert (NO_PEERS, cancel(1)) == (await ask(pods, 0, card=present)).orders
 
 
 async def test_a_call_is_held_until_there_is_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
