@@ -159,6 +159,7 @@ class Relay:
 
         Raises:
             Overloaded: there are too many peers.
+            RemoteProtocolError: the card is an old one, or names no rank.
         """
         peer, changed = self.peers.meet(theirs, self._loop.time())
         self._ranks.pods.order(PeersKnown((theirs,)))
