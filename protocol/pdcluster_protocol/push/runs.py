@@ -262,7 +262,7 @@ def run_fault(
         return f"region {run.region} does not exist"
     if run.region >= len(layout.regions):
         buffer = run.region - len(layout.regions)
-        lengths = (metadata_rows[buffer], sum(metadata_rows) if buffer == 0 else 0)
+        lengths = {metadata_rows[buffer]} | ({sum(metadata_rows)} if buffer == 0 else set())
         place = (run.first_page, run.pages, run.offset, run.width)
         if place != (slot, 1, 0, 0) or run.nbytes not in lengths:
             return f"metadata run {run.index} is not of slot {slot}"

@@ -190,6 +190,8 @@ def test_every_run_of_a_complete_list_may_be_of_the_request() -> None:
         (Run(0, 3, 1, 1, 16, 0), "metadata run 0 is not of slot 2"),
         (Run(0, 3, SLOT, 2, 16, 0), "metadata run 0 is not of slot 2"),
         (Run(0, 4, SLOT, 1, 16, 0), "metadata run 0 is not of slot 2"),
+        (Run(0, 4, SLOT, 1, 0, 0), "metadata run 0 is not of slot 2"),
+        (Run(0, 3, SLOT, 1, 0, 0), "metadata run 0 is not of slot 2"),
         (Run(0, 0, 7, 0, 24, 0), "run 0 has 0 pages"),
         (Run(0, 0, 7, -1, 24, 0), "run 0 has -1 pages"),
         (Run(0, 0, 7, 1, 0, 0), "run 0 has 1 pages and 0 bytes"),
