@@ -74,6 +74,8 @@ class System(msgspec.Struct, frozen=True):
     prefill: subprocess.Popen[bytes]
     decode: subprocess.Popen[bytes]
     counted: Mapping[str, int]
+    polls: bool = False
+    """Both processes turn while nothing is asked."""
 
 
 class Found(msgspec.Struct, frozen=True):
