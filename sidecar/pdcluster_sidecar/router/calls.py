@@ -27,6 +27,9 @@ TOKENIZER_SECONDS: Final = 30.0
 ANSWER_BYTES_MAX: Final = 4 << 20
 TOKENIZER_BYTES_MAX: Final = 64 << 20
 ABORTS_MAX: Final = 4096
+CONNECTIONS_MAX: Final = 4
+"""To one sidecar. A call takes a millisecond there; many aborts at once wait for each other instead
+of leaving it with as many idle connections."""
 ABORT_TRIES: Final = 2
 ABORTS_CLOSE_SECONDS: Final = 0.5
 """How long aborts that are under way may hold up the end of the process."""
@@ -47,7 +50,9 @@ class SidecarCalls:
         self._session = aiohttp.ClientSession(
             # Bounded for each sidecar only: a call is held at every one of them, and aborts must
             # not wait for that.
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=16, keepalive_timeout=15),
+            connector=aiohttp.TCPConnector(
+                limit=0, limit_per_host=CONNECTIONS_MAX, keepalive_timeout=15
+            ),
             auto_decompress=False,
         )
         self._aborts: set[asyncio.Task[None]] = set()
