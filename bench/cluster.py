@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import yaml
 
 from pdctl.control import ask_state
 from pdctl.processes import RUN_FILE, ProcessSpec, RunSpec, RunState
+from support.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples/local.yaml"
@@ -132,12 +132,3 @@ def _pdctl(*arguments: str, environment: dict[str, str], timeout_seconds: float)
 
 def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pdctl", *arguments]
-
-
-def free_ports() -> tuple[str, str]:
-    """Two ports on 127.0.0.1 that nobody listens on."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as one,
-        socket.create_server(("127.0.0.1", 0)) as two,
-    ):
-        return str(one.getsockname()[1]), str(two.getsockname()[1])

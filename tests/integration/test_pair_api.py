@@ -15,8 +15,8 @@ from openai import AsyncOpenAI, OpenAI
 from pdcluster_engine.model.builtin import END_ID, byte_codec
 from pdcluster_protocol.ids import Role
 from support.cluster import TIMEOUT, PairCluster
-from support.model_runs import prompt
 from support.oracle import Expected, expected
+from support.prompts import prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -25,8 +25,8 @@ from pdcluster_protocol.fault_plan import Fault
 from pdcluster_protocol.ids import Role
 from support.cluster import TOPS, Ended, until
 from support.faulty_cluster import HONEST, PAGES, FaultyCluster, injected
-from support.model_runs import prompt
 from support.oracle import expected
+from support.prompts import prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

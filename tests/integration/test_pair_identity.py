@@ -17,8 +17,9 @@ import pytest
 from pdcluster_engine.memory.metadata import METADATA_SLOT_BYTES
 from pdcluster_protocol.ids import Role
 from support.cluster import TOPS, Ended, PairCluster
-from support.model_runs import PagedModel, prompt
+from support.model_runs import PagedModel
 from support.oracle import Expected, expected
+from support.prompts import prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

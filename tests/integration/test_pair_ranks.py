@@ -20,8 +20,9 @@ from pdcluster_protocol.rank_layout import rank_slice
 from pdcluster_protocol.ranks import rank_coordinates
 from pdcluster_protocol.topology import Parallelism
 from support.cluster import SPEC, Ended, PairCluster
-from support.model_runs import PagedModel, prompt
+from support.model_runs import PagedModel
 from support.oracle import expected
+from support.prompts import prompt
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -27,6 +27,7 @@ from support.canned import (
     pair_of_workers,
     stream_then,
 )
+from support.nursery import cpu_seconds, resident_bytes
 from support.ports import fresh_host
 from support.promptness import PROMPT_SECONDS
 
@@ -120,7 +121,7 @@ async def test_it_serves_and_stays_small_and_idle(
         share = (cpu_seconds(process.pid) - before) / (time.monotonic() - began)
 
         assert share <= IDLE_CPU_SHARE_MAX
-        assert rss_bytes(process.pid) <= RSS_BYTES_MAX
+        assert resident_bytes(process.pid) <= RSS_BYTES_MAX
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -247,12 +248,3 @@ async def test_it_does_not_outlive_a_parent_that_is_gone(tmp_path: Path) -> None
 
     assert 2 == code
     assert "PDCLUSTER_PARENT_PID" in err
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def rss_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

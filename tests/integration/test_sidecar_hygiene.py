@@ -23,12 +23,12 @@ from pdcluster_protocol.limits import Limits
 from pdcluster_protocol.messages import Abort, Inbound, InstanceCard, RankCard, Status
 from pdcluster_protocol.push import frames
 from pdcluster_protocol.topology import RankCoordinate
+from support.ports import fresh_host
 from support.sidecars import (
     LAYOUT,
     RING,
     FakeEngine,
     SidecarProcess,
-    fresh_host,
     hello_of,
     running,
     until,

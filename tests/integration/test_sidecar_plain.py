@@ -23,7 +23,8 @@ from pdcluster_protocol.messages import (
 )
 from pdcluster_protocol.push.registry import Answer, RegistryNode
 from support.plain_ranks import plain_body
-from support.sidecars import FakeEngine, SidecarProcess, fresh_host, running
+from support.ports import fresh_host
+from support.sidecars import FakeEngine, SidecarProcess, running
 
 KEY = Key(77, 0)
 

@@ -13,7 +13,8 @@ import pytest
 from pdcluster_protocol.ids import Role
 from support.cluster import until
 from support.foreign import Before
-from support.model_runs import PagedModel, prompt
+from support.model_runs import PagedModel
+from support.prompts import prompt
 from support.tap import Seen, Tap
 from support.told import same, told
 

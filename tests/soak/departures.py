@@ -19,9 +19,10 @@ from urllib.parse import urlsplit
 
 from pdcluster_protocol.ids import Role
 from soak.leaks import History
-from soak.questions import Bank, prompt
+from soak.questions import Bank
 from soak.tally import Tally
 from support.cluster import PairCluster, until
+from support.prompts import prompt
 
 LEAVING = 3
 STAYING = 2

@@ -15,6 +15,7 @@ from enum import StrEnum
 import msgspec
 
 from support.cluster import Ended, PairCluster
+from support.prompts import prompt
 
 SETS = 3
 ORACLES_IN_PARALLEL = 8
@@ -105,12 +106,6 @@ def _questions(count: int, *, seed: int) -> list[Question]:
         )
         for index in range(count)
     ]
-
-
-def prompt(length: int, *, seed: int) -> list[int]:
-    """Token ids that every model has."""
-    draw = random.Random(f"{seed}/{length}")
-    return [draw.randrange(256) for _ in range(length)]
 
 
 def judge(right: Ended, seen: Ended, at: float, *, exact: bool) -> Seen:

@@ -128,11 +128,6 @@ def move_rows(
                 target.page_bytes(region, other, rank=rank)[:nbytes] = rows
 
 
-def prompt(length: int, *, seed: int = 0) -> list[int]:
-    draw = random.Random(f"{seed}/{length}")
-    return [draw.randrange(256) for _ in range(length)]
-
-
 def generate(
     model: str | PreTrainedModel, ids: Sequence[int], *, chunk: int | None, tokens: int
 ) -> list[torch.Tensor]:

@@ -14,8 +14,8 @@ from pdcluster_protocol.ids import Role
 from pdctl.counters import parse, total
 from pdctl.processes import ProcessSpec
 from support.cluster import DEADLINE_SECONDS, TOPS, Ended, PairCluster, until
-from support.model_runs import prompt
 from support.oracle import expected
+from support.prompts import prompt
 
 MODEL = "tiny-glm"
 TOKENS = 12

@@ -32,6 +32,7 @@ from pdcluster_protocol.messages import (
     SidecarToEngine,
 )
 from pdcluster_protocol.topology import RankCoordinate
+from support.ports import fresh_host
 
 KEY = b"0123456789abcdef0123456789abcdef"
 RING = KeyRing({"k1": KEY})
@@ -39,16 +40,9 @@ LAYOUT = KVLayout(64, "bfloat16", (Region(0, "key", 128), Region(0, "value", 128
 DEADLINE_SECONDS = 20.0
 ROOTS = ("protocol", "sidecar", "operator", "engine")
 REPOSITORY = Path(__file__).resolve().parents[2]
-_hosts = itertools.count(1)
 _sessions = itertools.count(1)
 
 MessageT = TypeVar("MessageT")
-
-
-def fresh_host() -> str:
-    """A loopback address that no other test of this run uses."""
-    number = next(_hosts)
-    return f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250 + 1}.{number}"
 
 
 class FakeEngine:

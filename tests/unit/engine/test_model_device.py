@@ -11,7 +11,8 @@ from pdcluster_engine.model.port import DecodeRow, RankArena
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.rank_layout import rank_slice
 from pdcluster_protocol.topology import Parallelism, RankCoordinate
-from support.model_runs import MODELS, PAGE_COUNT, PagedModel, prompt
+from support.model_runs import MODELS, PAGE_COUNT, PagedModel
+from support.prompts import prompt
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,8 @@ import torch
 
 from pdcluster_engine.model.builtin import INDEX_TOPK, VOCAB_SIZE
 from pdcluster_engine.model.port import DecodeRow
-from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, move_rows, prompt
+from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, move_rows
+from support.prompts import prompt
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 300)
 TOKENS = 12

@@ -22,7 +22,8 @@ from pdcluster_engine.telemetry import Telemetry
 from pdcluster_protocol.events import ComputeStopped, DecodeFinished, Event, PromptComputed
 from pdcluster_protocol.ids import Key
 from pdcluster_protocol.topology import Parallelism
-from support.model_runs import MODELS, PagedModel, move_rows, prompt
+from support.model_runs import MODELS, PagedModel, move_rows
+from support.prompts import prompt
 from support.sinks import Collected
 
 TOKENS = 10

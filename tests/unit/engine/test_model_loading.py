@@ -33,7 +33,8 @@ from pdcluster_engine.model.port import DecodeRow, ModelRunner
 from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.topology import Parallelism
 from support.model_folders import EXPERTS, LATENTS, SMALL, save_model
-from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, place, prompt
+from support.model_runs import MODELS, PAGE_COUNT, PagedModel, generate, place
+from support.prompts import prompt
 
 
 def load(source: str, **changes: object) -> LoadedModel:

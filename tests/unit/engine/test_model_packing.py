@@ -28,7 +28,8 @@ from pdcluster_protocol.errors import ConfigError
 from pdcluster_protocol.sizing import BUILTIN_CONFIGS, FP8_DS_MLA, size
 from pdcluster_protocol.topology import Parallelism
 from support.model_folders import EXPERTS, LATENTS, SMALL, save_model
-from support.model_runs import PagedModel, generate, move_rows, prompt
+from support.model_runs import PagedModel, generate, move_rows
+from support.prompts import prompt
 
 WIDE = "builtin://tiny-glm-wide"
 LENGTHS = (1, 64, 65, 130)

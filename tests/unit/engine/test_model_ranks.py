@@ -12,7 +12,8 @@ from pdcluster_protocol.rank_layout import kv_facts
 from pdcluster_protocol.rank_mapping import RankMapping, RowSpread
 from pdcluster_protocol.segments import row_slices, segments, sent_pages
 from pdcluster_protocol.topology import Parallelism
-from support.model_runs import MODELS, PAGE_COUNT, PagedModel, coordinates, place, prompt
+from support.model_runs import MODELS, PAGE_COUNT, PagedModel, coordinates, place
+from support.prompts import prompt
 
 LENGTH = 130
 TOKENS = 4
