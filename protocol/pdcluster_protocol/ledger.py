@@ -132,12 +132,7 @@ class Ledger:
     # --- transport ---
 
     def fence(self, cause: str, pages: int) -> None:
-        """Ask for the end of every mapping through which writes could land.
-
-        One at a time, and not before every rank has one.
-        """
-        if self.fencing or not self.ready:
-            return
+        """Ask for the end of every mapping through which writes could land; one at a time."""
         self.fencing, self._remapped_at = True, inf
         self._unfenced = set(range(len(self.ranks)))
         self.emit(Fence(cause=cause, pages=pages))

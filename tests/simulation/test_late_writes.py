@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 
-from pdcluster_protocol.push.decode_room import DecodeRoom
 from pdcluster_protocol.push.prefill_room import PrefillRoom
 from simulation.cast import Faults, Pod
 from simulation.checkers import check_rest
@@ -50,8 +49,6 @@ def test_a_late_write_brings_a_running_decode_nothing_of_the_next_request(shape:
 
 def test_it_would_if_prefill_gave_its_pages_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefillRoom, "read_by_strays", property(lambda _room: False))
-    # Ours fences before it reads, another decode may not.
-    monkeypatch.setattr(DecodeRoom, "drained", property(lambda _room: True))
     violations = [text for seed in range(SEEDS) for text in play(seed, Shape()).violations]
 
     assert any("decode rank 0 would read" in text for text in violations)

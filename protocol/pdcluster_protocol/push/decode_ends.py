@@ -9,7 +9,7 @@ from __future__ import annotations
 from pdcluster_protocol.effects import ConcludeLeg, StopCompute
 from pdcluster_protocol.errors import Reason
 from pdcluster_protocol.ledger import Ledger
-from pdcluster_protocol.messages import Concluded, KVPoll, Status
+from pdcluster_protocol.messages import KVPoll
 from pdcluster_protocol.push.aborts import Aborts
 from pdcluster_protocol.push.decode_room import WRITABLE, DecodeRoom
 from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
@@ -93,16 +93,3 @@ class DecodeEnds:
             ledger.pool.release(room.key)
             ledger.slots.release(room.key)
         ledger.bury(room.key, status, reason=room.cause)
-
-    def answer_late(self, room: DecodeRoom | None, status: Status, rank: int) -> None:
-        """A status that changes nothing here is still answered, or prefill repeats it."""
-        final, reason = KVPoll.FAILED, ""
-        if room is not None:
-            final = KVPoll.SUCCESS if room.state is ReceiverState.RUNNING else KVPoll.FAILED
-            reason = room.cause
-        elif (buried := self._ledger.tombstone(status.key)) is not None:
-            final, reason = KVPoll(buried.status), buried.reason
-        self._ledger.count("status_late")
-        if status.reply_to is not None:
-            lane = Lane(rank, status.reply_to)
-            self._ledger.send(lane, Concluded(status.key, final, reason))

@@ -45,6 +45,7 @@ from pdcluster_protocol.push.publishing import Publishing
 from pdcluster_protocol.push.receiver import RECEIVER, ReceiverState, ReceiverTrigger
 from pdcluster_protocol.push.resolution import Resolution
 from pdcluster_protocol.rank_mapping import Purpose
+from pdcluster_protocol.ranks import Lane
 
 
 class DecodeRooms:
@@ -182,13 +183,13 @@ class DecodeRooms:
         ledger, key = self._ledger, status.key
         room = self._room(key)
         if room is None or room.state not in WRITABLE:
-            self._ends.answer_late(room, status, rank)
+            self._answer_late(room, status, rank)
             return
         if status.status == KVPoll.FAILED:
             self._ends.fail(
                 room, parse_reason(status.reason), f"prefill: {status.detail or status.reason}"
             )
-            self._ends.answer_late(self._room(key), status, rank)
+            self._answer_late(self._room(key), status, rank)
         elif status.status == KVPoll.SUCCESS:
             ours = (room.leg.prompt_tokens, room.leg.prompt_digest)
             if status.prompt_digest and (status.prompt_tokens, status.prompt_digest) != ours:
@@ -290,13 +291,6 @@ class DecodeRooms:
             room = self._room(key)
             if room is not None and room.state is ReceiverState.DRAINING:
                 self._ends.proven(room, "fenced")
-        for room in self.rooms.values():
-            if room.state in WRITABLE and not room.drained:
-                for own, landing in zip(self._ledger.ranks, room.landings, strict=True):
-                    landing.doubt()
-                    if own.session is not None:
-                        landing.restart()
-                        self._own_operations(room, own.index)
 
     def transport_ready(self, rank: int) -> None:
         """A rank's new session; with the last one tell every prefill rank that may write."""
@@ -384,11 +378,6 @@ class DecodeRooms:
     def _complete(self, room: DecodeRoom) -> None:
         if room.state is not ReceiverState.TRANSFERRING or not room.complete:
             return
-        if not room.drained:
-            # A try that failed and was not stopped may still bring its bytes, and nobody would look
-            # at them any more. Behind a fence everything is verified again.
-            self._ledger.fence("a write may still land where all is verified", len(room.pages))
-            return
         for landing in room.landings:
             fault = landing.coverage_fault()
             if fault:
@@ -396,3 +385,16 @@ class DecodeRooms:
                 return
         self._ledger.advance(RECEIVER, room, ReceiverTrigger.ALL_VERIFIED)
         self._ledger.emit(ReadMetadata(room.key, room.slot))
+
+    def _answer_late(self, room: DecodeRoom | None, status: Status, rank: int) -> None:
+        """A status that changes nothing here is still answered, or prefill repeats it."""
+        final, reason = KVPoll.FAILED, ""
+        if room is not None:
+            final = KVPoll.SUCCESS if room.state is ReceiverState.RUNNING else KVPoll.FAILED
+            reason = room.cause
+        elif (buried := self._ledger.tombstone(status.key)) is not None:
+            final, reason = KVPoll(buried.status), buried.reason
+        self._ledger.count("status_late")
+        if status.reply_to is not None:
+            lane = Lane(rank, status.reply_to)
+            self._ledger.send(lane, Concluded(status.key, final, reason))

@@ -118,15 +118,6 @@ class Landing:
         for name in lost:
             self._verify(name, self._runs[name])
 
-    def doubt(self) -> None:
-        """All mappings are new, so nothing from before can land: verify everything once more.
-
-        `restart` begins it, when there is a transport.
-        """
-        self.drained = True
-        self._verified.clear()
-        self._verifying = {self._ledger.next_operation(): name for name in self._runs}
-
     @property
     def complete(self) -> bool:
         """Whether every rank succeeded and every run it announced is verified."""
