@@ -297,11 +297,12 @@ class LegPool:
                 _, connection = await loop.create_connection(
                     lambda: LegConnection(self, address), address.host, address.port
                 )
-        except OSError as error:
-            # TimeoutError is one of them.
+        except (OSError, UnicodeError) as error:
+            # TimeoutError is one of them; UnicodeError is what a host that is no name brings.
             listener = leg.done()
             if listener is not None:
-                why = error.strerror or f"no connection within {CONNECT_SECONDS:g} s"
+                text = error.strerror if isinstance(error, OSError) else str(error)
+                why = text or f"no connection within {CONNECT_SECONDS:g} s"
                 listener.on_lost(Reason.PEER_UNREACHABLE, f"{address} cannot be reached: {why}")
             return
         if leg.listener is None:

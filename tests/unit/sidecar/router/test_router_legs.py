@@ -166,9 +166,10 @@ async def test_a_connection_that_closes_inside_an_answer_is_lost_once() -> None:
         assert 1 == len(script.requests)
 
 
-async def test_nobody_listening_is_unreachable() -> None:
+@pytest.mark.parametrize("host", ["", "a..b", "x" * 70], ids=["nobody listens", "dots", "long"])
+async def test_where_nobody_can_listen_is_unreachable(host: str) -> None:
     async with served() as (script, pool, _):
-        script.address = RankAddress(script.address.host, 1)
+        script.address = RankAddress(host or script.address.host, 1)
         heard = await ask(script, pool)
 
         assert heard.lost is not None
