@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from support.plain_ranks import plain_body
+from support.plain_ranks import plain_rank_body
 
 STORM_DP, STORM_TP = 64, 64
 STORM_RANKS = STORM_DP * STORM_TP
@@ -15,13 +15,10 @@ Sign = Callable[[str, str, bytes], str]
 
 def body(rank: int, *, dp: int, tp: int) -> bytes:
     """The body of one rank of `dp` × `tp`, with the keys that SGLang sends."""
-    return plain_body(
-        attn_tp_size=tp,
-        attn_tp_rank=rank % tp,
-        attn_dp_size=dp,
-        attn_dp_rank=rank // tp,
-        rank_port=20000 + rank,
-        kv_cache_dtype="auto",
+    return plain_rank_body(
+        rank,
+        dp=dp,
+        tp=tp,
         kv_layout=None,
         prefill_http_port=30000,
         dsv41_spec_layout=None,

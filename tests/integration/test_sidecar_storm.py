@@ -15,7 +15,7 @@ import structlog
 from pdcluster_protocol.authentication import HEADER
 from pdcluster_protocol.ids import Role
 from pdcluster_sidecar.sidecar import Sidecar
-from support.plain_ranks import plain_body
+from support.plain_ranks import plain_rank_body
 from support.sidecars import DEADLINE_SECONDS, RING, SidecarProcess, running, until
 
 DP, TP = 64, 64
@@ -27,13 +27,10 @@ ALL = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_
 
 def body(rank: int, *, dp: int = DP, tp: int = TP) -> bytes:
     """What a plain SGLang rank says."""
-    return plain_body(
-        attn_tp_size=tp,
-        attn_tp_rank=rank % tp,
-        attn_dp_size=dp,
-        attn_dp_rank=rank // tp,
-        rank_port=20000 + rank,
-        kv_cache_dtype="auto",
+    return plain_rank_body(
+        rank,
+        dp=dp,
+        tp=tp,
     )
 
 

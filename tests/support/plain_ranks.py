@@ -31,3 +31,16 @@ def plain_row(**changes: Any) -> dict[str, Any]:
 def plain_body(**changes: Any) -> bytes:
     """The same as the body of its `PUT /route`."""
     return msgspec.json.encode(plain_row(**changes))
+
+
+def plain_rank_body(rank: int, *, dp: int, tp: int, **changes: Any) -> bytes:
+    """One rank of a server of `dp` × `tp` ranks."""
+    fields = {
+        "attn_tp_size": tp,
+        "attn_tp_rank": rank % tp,
+        "attn_dp_size": dp,
+        "attn_dp_rank": rank // tp,
+        "rank_port": 20000 + rank,
+        "kv_cache_dtype": "auto",
+    }
+    return plain_body(**(fields | changes))
