@@ -7,7 +7,6 @@ what was freed, then considers a fence. It never blocks and a peer's fault never
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
@@ -105,17 +104,6 @@ class Side(Protocol):
         """Entries outside rooms: early metadata, farewells."""
 
 
-class NodeStatistics(msgspec.Struct, frozen=True):
-    """A snapshot for metrics and dumps."""
-
-    load: Load
-    rooms_by_state: dict[str, int]
-    slots_free: int
-    waiting: int
-    tombstones: int
-    deadlines: int
-
-
 class Node:
     """One data-parallel rank of one role."""
 
@@ -168,17 +156,6 @@ class Node:
     def views(self) -> list[RoomView]:
         """Every open room, those without a peer included."""
         return [*self.side.views(), *self.alone.rooms.values()]
-
-    def statistics(self) -> NodeStatistics:
-        """A snapshot."""
-        return NodeStatistics(
-            load=self.load(),
-            rooms_by_state=dict(Counter(str(view.state) for view in self.views())),
-            slots_free=self.ledger.slots.free_count,
-            waiting=self.side.waiting_count(),
-            tombstones=self.ledger.tombstone_count,
-            deadlines=len(self.ledger.deadlines),
-        )
 
     def dump(self) -> dict[str, object]:
         """Rooms, pages and stories, for people."""
