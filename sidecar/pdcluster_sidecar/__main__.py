@@ -17,7 +17,7 @@ from pdcluster_sidecar.config import read_arguments, render
 from pdcluster_sidecar.keys import load_keys
 from pdcluster_sidecar.parent import die_with_parent
 from pdcluster_sidecar.sidecar import Sidecar
-from pdcluster_sidecar.telemetry import configure_logging
+from pdcluster_sidecar.telemetry import configure_logging, log_callbacks
 
 EXIT_CONFIG = 2
 
@@ -46,11 +46,7 @@ async def _serve(config: SidecarConfig, ring: KeyRing) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.set_exception_handler(
-        lambda _, context: log.error(
-            "callback failed", detail=context.get("message"), exc_info=context.get("exception")
-        )
-    )
+    log_callbacks(loop, log)
     try:
         await Sidecar(config, ring, log=log).run(stop)
     except ConfigError:

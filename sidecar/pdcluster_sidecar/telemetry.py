@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import sys
 import time
@@ -110,6 +111,17 @@ def configure_logging(**bound: object) -> structlog.typing.FilteringBoundLogger:
     )
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger()
     return logger
+
+
+def log_callbacks(
+    loop: asyncio.AbstractEventLoop, log: structlog.typing.FilteringBoundLogger
+) -> None:
+    """Let faults that reach the loop come into the log with their traceback."""
+    loop.set_exception_handler(
+        lambda _, context: log.error(
+            "callback failed", detail=context.get("message"), exc_info=context.get("exception")
+        )
+    )
 
 
 def utc_timestamp(unix_nanoseconds: int) -> str:

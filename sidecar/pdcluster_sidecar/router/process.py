@@ -21,7 +21,7 @@ from pdcluster_protocol.errors import ConfigError
 from pdcluster_sidecar.keys import load_keys
 from pdcluster_sidecar.parent import die_with_parent
 from pdcluster_sidecar.router.app import Router
-from pdcluster_sidecar.telemetry import configure_logging
+from pdcluster_sidecar.telemetry import configure_logging, log_callbacks
 
 EXIT_CONFIG: Final = 2
 CONFIG_BYTES_MAX: Final = 8 << 20
@@ -49,11 +49,7 @@ async def _serve(config: RouterConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.set_exception_handler(
-        lambda _, context: log.error(
-            "callback failed", detail=context.get("message"), exc_info=context.get("exception")
-        )
-    )
+    log_callbacks(loop, log)
     router = Router(config, load_keys(config.keys_folder))
     try:
         await router.start()
