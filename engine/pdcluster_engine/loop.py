@@ -111,8 +111,9 @@ class OwnerLoop:
         self._executor = executor
         self._shared = shared
         self._instance_done = False
-        self._joined_at = -math.inf
         """No rank of the instance has a room left."""
+        self._joined_at = -math.inf
+        """When all our ranks last had their links to the sidecar."""
         self._drain_told = (False, False)
         """What the sidecar knows of our drain: whether there is one, whether anything is left."""
         self.done = threading.Event()

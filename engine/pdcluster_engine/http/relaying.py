@@ -36,6 +36,7 @@ from pdcluster_protocol.undecodable import UNDECODABLE
 
 SEQUENCE_PATH: Final = "/pd/v1/sequence"
 RELAYED_MAX: Final = 4096
+OWN_FAULT: Final = "a fault of this engine's own; its log says which"
 SILENCE_SECONDS: Final = 10.0
 """A rank that sends no frame for so long is gone, or hangs."""
 CONNECT_SECONDS: Final = 2.0
@@ -129,7 +130,7 @@ class RelayingEngine:
         self._relayed.pop(relayed.submission.key.room, None)
         fault = None if task.cancelled() else task.exception()
         if fault is not None:
-            relayed.end(Reason.INVARIANT_VIOLATED, f"a fault while it was relayed: {fault!r}")
+            relayed.end(Reason.INVARIANT_VIOLATED, OWN_FAULT)
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"relaying {relayed.submission.rid} failed here", "exception": fault}
             )
